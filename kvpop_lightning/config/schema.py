@@ -201,11 +201,17 @@ class EvalConfig:
 class TrackingConfig:
     enabled: bool = True
     uri: str | None = None
-    """MLflow tracking URI; None = `sqlite:///mlflow.db` in the project folder."""
+    """MLflow tracking URI; None = $MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db` in the project folder."""
     experiment: str = "kvpop"
+    """MLflow experiment that the runs belong to."""
     run_name: str | None = None
+    """Name in the tracking UI; None = command and policy."""
     system_metrics: bool = True
+    """CPU, memory, disk, network and GPU use beside the metrics."""
     tags: dict[str, str] = field(default_factory=dict)
+    """Further tags of the run: `tracking.tags.owner=ann`."""
+    port: int = 5000
+    """Port of `kvpop ui`."""
 
 
 @dataclass(frozen=True)
@@ -237,5 +243,3 @@ class Config:
     """Everything a run writes: config, checkpoints, policy, table, figures."""
     train_policies: list[str] = field(default_factory=list)
     """`kvpop compare` and the demo train each of these; empty = only `policy`."""
-
-

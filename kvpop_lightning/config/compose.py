@@ -1,0 +1,233 @@
+"""From the schema, files and the command line to one frozen `Config`.
+
+Precedence, weakest first: schema < group files < experiment body < configs/local.yaml < sweep point < command line.
+`policy=kvpop_mlstm` chooses `configs/policy/kvpop_mlstm.yaml`, `policy.budget.topk=188` sets a value. An experiment
+or local file chooses group files under its key `defaults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast, get_origin
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvpop_lightning.config import files
+from kvpop_lightning.config.checks import problems_of
+from kvpop_lightning.config.choices import did_you_mean
+from kvpop_lightning.config.describe import Setting, groups, settings, top_groups
+from kvpop_lightning.config.schema import Config
+from kvpop_lightning.errors import ConfigError, UserError
+
+FREE_TEXT = ("generate.prompt", "generate.system")
+"""Keys whose `${...}` is text, not a reference to another key: they go past OmegaConf."""
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    key: str
+    value: Any
+    source: str
+    """What an error message starts with: a file name and colon, or nothing for the command line."""
+
+
+def compose(
+    command_line: Sequence[str] = (),
+    *,
+    command: str | None = None,
+    default_experiment: str | None = None,
+    sweep_point: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration that a command line asks for, checked and resolved.
+
+    Args:
+        command_line: `key=value` words.
+        command: name of the command; `generate` takes its own keys without the `generate.` in front, and checks that
+            do not concern a command are left out. None = every check.
+        default_experiment: experiment when the command line names none (`kvpop demo`).
+        sweep_point: values of one sweep trial by dotted key.
+
+    Raises:
+        ConfigError: everything that is wrong, each problem as one line.
+    """
+    problems: list[str] = []
+    try:
+        words = _split(command_line, command, problems)
+        assignments, experiment = _gather(words, sweep_point or {}, default_experiment, problems)
+    except UserError as error:
+        raise ConfigError([*problems, str(error)]) from error
+    tree = OmegaConf.structured(Config())
+    _unlock(tree)
+    texts: dict[str, str | None] = {}
+    for item in assignments:
+        if item.key in FREE_TEXT and (item.value is None or isinstance(item.value, str)):
+            texts[item.key.rpartition(".")[2]] = item.value or None
+        else:
+            _apply(tree, item, problems)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        OmegaConf.resolve(tree)
+        config = cast(Config, OmegaConf.to_object(tree))
+    except OmegaConfBaseException as error:
+        raise ConfigError([_first_line(error)]) from error
+    config = replace(config, generate=replace(config.generate, **texts))
+    if experiment is not None:
+        config = replace(config, experiment=experiment)
+    keys = {key for key, _ in words}
+    if keys & {"policy", "policy.name"} and "train_policies" not in keys:
+        # Who names one policy on the command line wants that one trained, not the experiment's list.
+        config = replace(config, train_policies=[])
+    problems = problems_of(config, command)
+    if problems:
+        raise ConfigError(problems)
+    return _resolved(config)
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML; `experiment=FILE.yaml` composes it back to an equal one."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _resolved(config: Config) -> Config:
+    """Fills the defaults that depend on other keys."""
+    if config.distill.target.source is None:
+        source = "teacher" if config.trainer.base == "frozen" else "student"
+        target = replace(config.distill.target, source=source)
+        config = replace(config, distill=replace(config.distill, target=target))
+    return config
+
+
+def _split(words: Sequence[str], command: str | None, problems: list[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            shown = word if len(word) <= 60 else word[:57] + "..."
+            known = [*settings(), *top_groups()]
+            problems.append(f"'{shown}' is not key=value{_hint(did_you_mean(word, known))}")
+        elif key.startswith("-"):
+            problems.append(f"'{key}': keys take no dashes; write {key.lstrip('-')}={value}")
+        else:
+            own = f"{command}.{key.strip()}"
+            pairs.append((own if command == "generate" and own in settings() else key.strip(), value))
+    return pairs
+
+
+def _hint(text: str) -> str:
+    return text if "did you mean" in text else ""
+
+
+def _gather(
+    words: list[tuple[str, str]],
+    sweep_point: Mapping[str, Any],
+    default_experiment: str | None,
+    problems: list[str],
+) -> tuple[list[_Assignment], str | None]:
+    """All assignments in order of precedence, and the name of the experiment."""
+    experiment = default_experiment
+    for key, value in (*sweep_point.items(), *words):
+        if key == "experiment":
+            experiment = None if value in (None, "", "null") else str(value)
+    choices: dict[str, tuple[str, str]] = {}  # group -> (file name, source)
+    bodies: list[_Assignment] = []
+    paths = [files.group_file("experiment", experiment)] if experiment else []
+    if (local := files.local_file()) is not None:
+        paths.append(local)
+    for path in paths:
+        source = f"{path}: "
+        body = files.read_yaml(path)
+        defaults = body.pop("defaults", None) or {}
+        if not isinstance(defaults, dict):
+            raise UserError(f"{source}defaults must map a group to a file name, as in `policy: kvpop_mlp`")
+        choices |= {str(group): (str(name), source) for group, name in defaults.items()}
+        bodies += _flatten(body, "", source)
+    if experiment and experiment.endswith((".yaml", ".yml")):
+        named = [item for item in bodies if item.key == "experiment" and item.source == f"{paths[0]}: "]
+        experiment = named[0].value if named else experiment  # a saved configuration keeps its name
+    bodies = [item for item in bodies if item.key != "experiment"]
+    last: list[_Assignment] = []
+    for key, value in (*sweep_point.items(), *words):
+        if key in top_groups():
+            choices[key] = (str(value), "")
+        elif key != "experiment":
+            last.append(_Assignment(key, value, ""))
+    chosen: list[_Assignment] = []
+    for group, (name, source) in choices.items():
+        if group not in top_groups():
+            problems.append(f"{source}defaults: unknown group '{group}'{did_you_mean(group, top_groups())}")
+            continue
+        try:
+            path = files.group_file(group, name)
+            chosen += _flatten(files.read_yaml(path), f"{group}.", f"{path}: ")
+        except UserError as error:
+            problems.append(f"{source}{error}")
+    return [*chosen, *bodies, *last], experiment
+
+
+def _flatten(body: Mapping[str, Any], prefix: str, source: str) -> Iterator[_Assignment]:
+    for name, value in body.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key in groups():
+            yield from _flatten(value, f"{key}.", source)
+        elif value is not None or key not in groups():  # `policy:` with nothing under it says nothing
+            yield _Assignment(key, value, source)
+
+
+def _apply(tree: DictConfig, item: _Assignment, problems: list[str]) -> None:
+    """Sets one value, or adds one line to `problems`."""
+    key, source = item.key, item.source
+    if key in groups() and key:
+        if source and key in top_groups():
+            problems.append(f"{source}{key}: to choose a file write it under `defaults:`")
+        else:
+            children = ", ".join(f"{key}.{name}" for name in groups()[key])
+            problems.append(f"{source}{key} is a group of keys: set {children}")
+        return
+    setting = settings().get(key) or settings().get(key.rpartition(".")[0])
+    in_mapping = setting is not None and setting.key != key
+    if setting is None or (in_mapping and get_origin(setting.type) is not dict):
+        known = [*settings(), *top_groups()]
+        problems.append(f"{source}unknown key '{key}'{_hint(did_you_mean(key, known))}")
+        return
+    try:
+        value = str(item.value) if in_mapping else _parsed(item.value, setting)
+        OmegaConf.update(tree, key, value, force_add=False)
+    except (OmegaConfBaseException, yaml.YAMLError):
+        problems.append(f"{source}{key}={item.value}: expected {setting.expected}, got {_shown(item.value)}")
+
+
+def _parsed(value: Any, setting: Setting) -> Any:
+    """A command line's word as the value it stands for; what a file says stays as YAML read it."""
+    if value is None or (setting.optional and value in ("", "null")):
+        return None
+    if setting.type is str or not isinstance(value, str):
+        return value
+    if get_origin(setting.type) is list and not value.startswith(("[", "$")):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return yaml.safe_load(value)
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == "":
+        return "nothing"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
+    return f"{key}: {lines[0]}" if key else lines[0]
+
+
+def _unlock(node: Any) -> None:
+    """OmegaConf makes the nodes of frozen dataclasses read-only; they must be writable until `to_object`."""
+    OmegaConf.set_readonly(node, False)
+    if isinstance(node, DictConfig):
+        for name in node:
+            child = node._get_node(name)
+            if OmegaConf.is_config(child):
+                _unlock(child)
