@@ -1,0 +1,18 @@
+"""Sparse attention under eviction times, and the dense attention of the teacher."""
+
+from __future__ import annotations
+
+from kvpop_lightning.attention.dispatch import BACKENDS, sparse_attention
+from kvpop_lightning.attention.reference import reference_attention, visible_keys
+from kvpop_lightning.attention.sdpa import dense_attention
+from kvpop_lightning.attention.segments import Segment, find_segments
+
+__all__ = [
+    "BACKENDS",
+    "Segment",
+    "dense_attention",
+    "find_segments",
+    "reference_attention",
+    "sparse_attention",
+    "visible_keys",
+]
