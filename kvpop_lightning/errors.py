@@ -25,4 +25,5 @@ class ConfigError(UserError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. A KeyboardInterrupt, so that everything which cleans up after Ctrl-C does so here as well."""
+    """SIGTERM arrived. A KeyboardInterrupt, so that everything which cleans up after Ctrl-C does so here
+    as well."""

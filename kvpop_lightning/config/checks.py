@@ -145,14 +145,16 @@ def _budgets(config: Config) -> Iterator[str]:
     small = [budget for budget in budgets if budget <= protected]
     if small:
         yield (
-            f"eval.budgets={budgets}: {', '.join(map(str, small))} is too small, no long-range slot is left after policy.budget.sink "
-            f"{config.policy.budget.sink} + policy.budget.window {config.policy.budget.window} = {protected}: lower the "
-            f"window or raise the budget to at least {protected + 1}"
+            f"eval.budgets={budgets}: {', '.join(map(str, small))} is too small, no long-range slot is "
+            f"left after policy.budget.sink {config.policy.budget.sink} + policy.budget.window "
+            f"{config.policy.budget.window} = {protected}: lower the window or raise the budget to at "
+            f"least {protected + 1}"
         )
 
 
 def _mlstm_memory(config: Config) -> Iterator[str]:
-    """The state must leave at least one long-range key (AMENDMENTS 3); without a known head size: checked later."""
+    """The state must leave at least one long-range key (AMENDMENTS 3); without a known head size: checked
+    later."""
     if config.policy.name == "kvpop_mlstm" or "kvpop_mlstm" in config.train_policies:
         topk = config.policy.budget.topk
         yield from _mlstm_fits(config, topk, f"policy.budget.topk={topk}", "raise policy.budget.topk")
@@ -171,8 +173,9 @@ def _mlstm_fits(config: Config, topk: int, label: str, mend: str) -> Iterator[st
     cost = mlstm_cost_in_keys(config) if config.policy.equal_bytes else None
     if cost is not None and topk - cost < 1:
         yield (
-            f"{label}: the mlstm state costs as many bytes as {cost} keys and leaves {topk - cost}: {mend}, lower "
-            f"policy.scorer.memory_dim or policy.scorer.value_dim, or set policy.equal_bytes=false"
+            f"{label}: the mlstm state costs as many bytes as {cost} keys and leaves {topk - cost}: "
+            f"{mend}, lower policy.scorer.memory_dim or policy.scorer.value_dim, or set "
+            "policy.equal_bytes=false"
         )
 
 
@@ -180,8 +183,8 @@ def _delay(config: Config) -> Iterator[str]:
     delay, window = config.policy.scorer.delay, config.policy.budget.window
     if delay is not None and delay > window:
         yield (
-            f"policy.scorer.delay={delay}: must not exceed policy.budget.window {window}: a token is scored when it "
-            f"leaves the window"
+            f"policy.scorer.delay={delay}: must not exceed policy.budget.window {window}: a token is "
+            "scored when it leaves the window"
         )
 
 
@@ -191,8 +194,8 @@ def _names(config: Config) -> Iterator[str]:
     if name in SCORER_OF_TRAINED_POLICY and scorer != implied:
         other = next((known for known, kind in SCORER_OF_TRAINED_POLICY.items() if kind == scorer), None)
         yield (
-            f"policy.scorer.type={scorer}: policy.name={name} has the scorer {implied}: choose both together with "
-            f"policy={name}{f' or policy={other}' if other else ''}"
+            f"policy.scorer.type={scorer}: policy.name={name} has the scorer {implied}: choose both "
+            f"together with policy={name}{f' or policy={other}' if other else ''}"
         )
 
 
@@ -208,13 +211,13 @@ def _target(config: Config) -> Iterator[str]:
     target, base = config.distill.target, config.trainer.base
     if base == "frozen" and target.source == "student":
         yield (
-            "distill.target.source=student: with trainer.base=frozen the targets are computed once from the dense teacher: "
-            "use distill.target.source=teacher or trainer.base=full"
+            "distill.target.source=student: with trainer.base=frozen the targets are computed once from "
+            "the dense teacher: use distill.target.source=teacher or trainer.base=full"
         )
     elif target.normalizer == "sparse" and (target.source == "teacher" or base == "frozen"):
         yield (
-            "distill.target.normalizer=sparse: needs the student's own attention (distill.target.source=student and "
-            "trainer.base=full): use distill.target.normalizer=dense"
+            "distill.target.normalizer=sparse: needs the student's own attention "
+            "(distill.target.source=student and trainer.base=full): use distill.target.normalizer=dense"
         )
 
 
@@ -232,8 +235,8 @@ def _data(config: Config) -> Iterator[str]:
 def _rows(config: Config) -> Iterator[str]:
     if config.eval.rows > config.data.eval_rows:
         yield (
-            f"eval.rows={config.eval.rows}: only data.eval_rows {config.data.eval_rows} are prepared: raise data.eval_rows "
-            f"or lower eval.rows"
+            f"eval.rows={config.eval.rows}: only data.eval_rows {config.data.eval_rows} are prepared: "
+            "raise data.eval_rows or lower eval.rows"
         )
 
 
@@ -247,8 +250,9 @@ def _tracking(config: Config) -> Iterator[str]:
     uri = config.tracking.uri
     if uri is not None and ("://" not in uri or uri.startswith("file:")):
         yield (
-            f"tracking.uri={uri}: MLflow no longer writes file stores: use sqlite:///{uri.removeprefix('file:').strip('/')}.db, "
-            f"a server's http(s) address, or null for the project's own database"
+            f"tracking.uri={uri}: MLflow no longer writes file stores: use "
+            f"sqlite:///{uri.removeprefix('file:').strip('/')}.db, a server's http(s) address, or null "
+            "for the project's own database"
         )
 
 

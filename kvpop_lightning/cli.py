@@ -1,0 +1,174 @@
+"""`kvpop COMMAND key=value ...`: parse, compose, run; every mistake of the user is one line and exit
+status 2.
+
+Only light modules are imported here: help and configuration errors come at once, torch loads when work
+    begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvpop_lightning import __version__, help_text
+from kvpop_lightning.commands import COMMANDS, Call, Command, load_command
+from kvpop_lightning.config.choices import did_you_mean
+from kvpop_lightning.config.compose import compose, to_yaml
+from kvpop_lightning.errors import ConfigError, Terminated, UserError
+
+MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
+PACKAGE = str(Path(__file__).resolve().parent)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 0, 2 (the user can mend it), 130 (Ctrl-C), 143
+    (SIGTERM)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    call: Call | None = None
+    try:
+        name, flags, settings = _split(words)
+        if name is None:
+            print(__version__ if "--version" in flags else help_text.overview())
+            return 0
+        command = load_command(name)
+        if "--help" in flags:
+            print(help_text.of_command(name, command))
+            return 0
+        config = compose(settings, command=name, default_experiment=command.DEFAULT_EXPERIMENT)
+        if "--print-config" in flags:
+            print(to_yaml(config), end="")
+            return 0
+        call = Call(name, tuple(settings))
+        _set_up_process()
+        return _run(command, config, call)
+    except BrokenPipeError:  # `kvpop ... | head`
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except BaseException as error:
+        return _report(error, call)
+
+
+def _run(command: Command, config: object, call: Call) -> int:
+    """Lightning answers an interruption with `sys.exit`; what it was stands in the exception's context."""
+    try:
+        return command.run(config, call)  # type: ignore[arg-type]
+    except SystemExit as stop:
+        for cause in _chain(stop):
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+        raise
+
+
+def _split(words: Sequence[str]) -> tuple[str | None, set[str], list[str]]:
+    """Command, flags, settings. Flags may stand anywhere."""
+    flags: set[str] = set()
+    rest: list[str] = []
+    for word in words:
+        if word in ("-h", "--help"):
+            flags.add("--help")
+        elif word in ("--print-config", "--version"):
+            flags.add(word)
+        elif word.startswith("-") and "=" not in word:
+            known = ("--help", "--print-config", "--version")
+            raise UserError(f"unknown option {word}{did_you_mean(word, known)}")
+        else:
+            rest.append(word)
+    name = rest.pop(0) if rest else None
+    if name is not None and name not in COMMANDS:
+        raise UserError(f"unknown command '{name}'{did_you_mean(name, COMMANDS)}")
+    if name is None and "--print-config" in flags:
+        raise UserError("--print-config needs a command, as in kvpop train --print-config")
+    return name, flags, rest
+
+
+def _set_up_process() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("kvpop_lightning").setLevel(logging.INFO)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns at every fork of a loader's worker
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _report(error: BaseException, call: Call | None) -> int:
+    """One line for what the user can mend, the traceback for what is our fault; returns the exit status."""
+    if os.environ.get("KVPOP_TRACEBACK"):
+        traceback.print_exception(error)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        again = f"kvpop {call.command} {' '.join(call.overrides)}".strip() if call else ""
+        how = "terminated" if isinstance(error, Terminated) else "interrupted"
+        _say(f"{how}: run the same command again to go on from where it stopped ({again})" if again else how)
+        return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
+    if isinstance(error, ConfigError):
+        for problem in error.problems:
+            _say(f"error: {problem}")
+        return MISTAKE
+    if line := _mendable(error):
+        _say(f"error: {line}")
+        return MISTAKE
+    traceback.print_exception(error)
+    return 1
+
+
+def _mendable(error: BaseException) -> str | None:
+    """The line for a mistake that the user can mend, None for a fault of the program."""
+    if any(_is_full_disk(cause) for cause in _chain(error)):
+        where = next((str(c.filename) for c in _chain(error) if isinstance(c, OSError) and c.filename), "")
+        return (
+            f"no space left on the disk{f' while writing {where}' if where else ''}: free some, or point "
+            "run_dir, data.cache_dir, model.cache_dir or trainer.feature_cache_dir elsewhere; what was "
+            "finished is kept"
+        )
+    if isinstance(error, UserError):
+        return _one_line(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    # By the house rule our own code raises a plain ValueError only for a user's mistake; elsewhere it may be
+    # anything.
+    if type(error) is ValueError and _raised_in_package(error):
+        return _one_line(error)
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # torch, safetensors and sqlite wrap the system's error in their own types.
+    text = str(error).lower()
+    wrapped = type(error).__name__ in ("RuntimeError", "SafetensorError", "OperationalError", "ArrowInvalid")
+    return wrapped and ("no space left on device" in text or "disk is full" in text)
+
+
+def _raised_in_package(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

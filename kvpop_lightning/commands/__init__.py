@@ -1,0 +1,40 @@
+"""One module per command; a module imports torch and the rooms it needs only when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from kvpop_lightning.config.schema import Config
+
+COMMANDS = ("prepare", "train", "evaluate", "compare", "generate", "demo", "doctor", "ui")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the user typed."""
+
+    command: str
+    overrides: tuple[str, ...] = ()
+
+
+class Command(Protocol):
+    """What a command module offers."""
+
+    SUMMARY: str
+    """One line for `kvpop --help`."""
+    DETAILS: str
+    """Paragraphs for the command's own help."""
+    KEYS: tuple[str, ...]
+    """Settings shown in the command's help, by dotted key."""
+    DEFAULT_EXPERIMENT: str | None
+    """Experiment when the command line names none."""
+
+    def run(self, config: Config, call: Call) -> int:
+        """Does the work; returns the exit status. Raises UserError for what the user can mend."""
+
+
+def load_command(name: str) -> Command:
+    """The module `kvpop_lightning.commands.<name>`."""
+    return cast(Command, import_module(f"{__name__}.{name}"))

@@ -1,0 +1,40 @@
+"""The same configuration for another policy, as `policy=NAME` on the command line would choose it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpop_lightning.config.choices import POLICIES, SCORER_OF_TRAINED_POLICY, did_you_mean
+from kvpop_lightning.config.schema import Config
+from kvpop_lightning.errors import UserError
+
+
+def with_policy(config: Config, name: str) -> Config:
+    """`config` with the policy `name`: its scorer type changes with it, budget, decay and scorer sizes stay.
+
+    Raises:
+        UserError: an unknown policy name.
+    """
+    if name not in POLICIES:
+        raise UserError(f"unknown policy '{name}'{did_you_mean(name, POLICIES)}")
+    scorer = config.policy.scorer
+    if name in SCORER_OF_TRAINED_POLICY:
+        scorer = replace(scorer, type=SCORER_OF_TRAINED_POLICY[name])
+    return replace(config, policy=replace(config.policy, name=name, scorer=scorer))
+
+
+def policies_to_train(config: Config) -> list[str]:
+    """`train_policies`, or the one policy of the configuration.
+
+    Raises:
+        UserError: that policy has nothing to train.
+    """
+    if config.train_policies:
+        return list(config.train_policies)
+    name = config.policy.name
+    if name not in SCORER_OF_TRAINED_POLICY:
+        raise UserError(
+            f"policy.name={name} has nothing to train: choose one of {', '.join(SCORER_OF_TRAINED_POLICY)}, "
+            "or compare it with kvpop evaluate"
+        )
+    return [name]

@@ -1,0 +1,188 @@
+"""The connection to an MLflow tracking server: a failure costs a warning and never the training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from kvpop_lightning.config.files import project_folder
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.tracking.naming import public_uri
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 60.0
+"""Seconds before a server that failed is asked again."""
+PROBE_TIMEOUT_S = 3.0
+PARAMS_PER_BATCH = 100
+METRICS_PER_BATCH = 500
+MAX_WAITING = 100_000
+"""Metrics kept for a server that is away; older ones stay in metrics.jsonl only."""
+
+
+def tracking_uri(configured: str | None) -> str:
+    """The configured URI, else $MLFLOW_TRACKING_URI, else sqlite in the project folder.
+
+    Raises:
+        UserError: a file store, which MLflow no longer writes.
+    """
+    uri = configured or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{project_folder() / 'mlflow.db'}"
+    if "://" not in uri or uri.startswith("file:"):
+        raise UserError(
+            f"tracking.uri={uri}: MLflow no longer writes file stores: use sqlite:///FILE.db or a "
+            "server's address"
+        )
+    return uri
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The database file of an sqlite URI (`sqlite:///relative.db`, `sqlite:////absolute.db`), else None."""
+    scheme, _, path = uri.partition(":///")
+    return Path(path.partition("?")[0]) if scheme.startswith("sqlite") and path else None
+
+
+def unreachable(uri: str) -> str | None:
+    """Why the server cannot be reached, None when it can; a few seconds at most."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https"):
+        return None
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=PROBE_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        return f"{public_uri(uri)} does not answer ({error})"
+    return None
+
+
+class Store:
+    """One MLflow client whose failures are reported once and then waited out.
+
+    `call` returns None when the server is away. After a failure nothing is tried for a minute, so that a
+    dead server does not slow the training down.
+    """
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        self.uri = uri
+        self.experiment = experiment
+        self.experiment_id: str | None = None
+        self._client: Any = None
+        self._closed_until = 0.0
+        self._warned = False
+
+    def call(self, what: str, action: Callable[[Any], Any], *, final: bool = False) -> Any:
+        """`action(client)`, or None with one warning when that fails; `final` tries even a server that
+        just failed."""
+        if time.monotonic() < self._closed_until and not final:
+            return None
+        try:
+            return action(self._connected())
+        except Exception as error:
+            # Whatever the server, the network or the database throws: the training is worth more than its
+            # log.
+            self._closed_until = time.monotonic() + RETRY_AFTER_S
+            if not self._warned:
+                log.warning(
+                    "tracking at %s failed (%s: %s); the run goes on, its metrics are in metrics.jsonl",
+                    public_uri(self.uri),
+                    what,
+                    " ".join(str(error).split())[:300],
+                )
+                self._warned = True
+            return None
+
+    def _connected(self) -> Any:
+        if reason := unreachable(self.uri):
+            raise ConnectionError(reason)
+        if self._client is None or self.experiment_id is None:
+            _be_patient_but_not_for_minutes()
+            from mlflow.tracking import MlflowClient  # seconds to import
+
+            quiet_mlflow()
+            if file := sqlite_file(self.uri):
+                file.parent.mkdir(parents=True, exist_ok=True)
+            self._client = self._client or MlflowClient(self.uri)
+            self.experiment_id = self._experiment(self._client)
+        return self._client
+
+    def _experiment(self, client: Any) -> str:
+        known = client.get_experiment_by_name(self.experiment)
+        if known is not None:
+            if known.lifecycle_stage == "deleted":
+                client.restore_experiment(known.experiment_id)
+            return str(known.experiment_id)
+        file = sqlite_file(self.uri)
+        place = (file.resolve().parent / "mlruns" / self.experiment).as_uri() if file else None
+        try:
+            return str(client.create_experiment(self.experiment, artifact_location=place))
+        except Exception:
+            known = client.get_experiment_by_name(self.experiment)  # another process was first
+            if known is None:
+                raise
+            return str(known.experiment_id)
+
+    def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        """Logs what is new; a value that differs from the run's first one becomes a tag `changed.<name>`."""
+
+        def action(client: Any) -> None:
+            from mlflow.entities import Param, RunTag
+
+            known = client.get_run(run_id).data.params
+            new = [Param(name, text) for name, text in params.items() if name not in known]
+            changed = [
+                RunTag(f"changed.{name}"[:250], text)
+                for name, text in params.items()
+                if name in known and known[name] != text
+            ]
+            for start in range(0, len(new), PARAMS_PER_BATCH):
+                client.log_batch(run_id, params=new[start : start + PARAMS_PER_BATCH])
+            for start in range(0, len(changed), PARAMS_PER_BATCH):
+                client.log_batch(run_id, tags=changed[start : start + PARAMS_PER_BATCH])
+
+        self.call("parameters", action)
+
+    def log_metrics(self, run_id: str, waiting: list[tuple[str, float, int, int]], *, final: bool) -> None:
+        """Sends `(name, value, time in ms, step)` and removes from `waiting` what arrived."""
+
+        def action(client: Any) -> None:
+            from mlflow.entities import Metric
+
+            while waiting:
+                batch = waiting[:METRICS_PER_BATCH]
+                client.log_batch(run_id, metrics=[Metric(*item) for item in batch])
+                del waiting[: len(batch)]
+
+        self.call("metrics", action, final=final)
+        del waiting[:-MAX_WAITING]
+
+
+def artifact_folder(uri: str) -> Path | None:
+    """Local folder of a `file:` artifact URI, None for others."""
+    parts = urlsplit(uri)
+    return Path(url2pathname(parts.path)) if parts.scheme == "file" else None
+
+
+def quiet_mlflow() -> None:
+    """MLflow and its database migration tell of every step; a user needs only warnings."""
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
+    from mlflow.entities import RunTag
+
+    entries: Sequence[RunTag] = [RunTag(name[:250], str(text)[:8000]) for name, text in tags.items()]
+    for start in range(0, len(entries), PARAMS_PER_BATCH):
+        client.log_batch(run_id, tags=entries[start : start + PARAMS_PER_BATCH])
+
+
+def _be_patient_but_not_for_minutes() -> None:
+    """MLflow's own defaults keep a training waiting for four minutes per call to a dead server."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
