@@ -75,7 +75,7 @@ def equal_bytes_budget(budget: Budget, scorer: Scorer) -> Budget:
     if slots >= budget.topk:
         raise ValueError(
             f"budget.topk {budget.topk} cannot pay for the {scorer.kind} scorer's memory of {slots} keys per "
-            "head: raise budget.topk, lower scorer.memory_dim or scorer.value_dim, take scorer.inputs=kv, or set "
-            "policy.equal_bytes=false"
+            "head: raise budget.topk, lower scorer.memory_dim or scorer.value_dim, take scorer.inputs=kv, or "
+            "set policy.equal_bytes=false"
         )
     return Budget(budget.sink, budget.window, budget.topk - slots)

@@ -79,7 +79,7 @@ def build_scorer(
             delay = window
         if window is not None and delay > window:
             raise ValueError(
-                f"scorer.delay {delay} is longer than budget.window {window}: a token must be scored by the time "
+                f"scorer.delay {delay} is longer than budget.window {window}: a token must be scored when "
                 "it leaves the window; lower scorer.delay"
             )
     given: dict[str, Any] = {

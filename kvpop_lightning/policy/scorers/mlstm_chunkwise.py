@@ -71,22 +71,21 @@ def mlstm_chunkwise(
     def split(x: Tensor) -> Tensor:  # [B, H, T, ...] -> [B, H, N, L, ...]
         return x.reshape(*x.shape[:2], chunks, size, *x.shape[3:])
 
-    q, k, v = (
-        split(query) * key_dim**-0.5,
-        split(key),
-        split(value),
-    )  # the scale of k, applied to the smaller side
-    log_input, total = split(log_input), split(log_forget).cumsum(dim=-1)  # [B, H, N, L]
-    if document is not None:
+    q, k, v = split(query * key_dim**-0.5), split(key), split(value)  # the keys' scale, put on the queries
+    log_input, log_forget = split(log_input), split(log_forget)  # [B, H, N, L]
+    visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    if document is None:
+        total = log_forget.cumsum(dim=-1)
+    else:
         document = document.view(batch, chunks, size)
+        visible = visible & (document[..., :, None] == document[..., None, :])  # [B, N, L, L]
+        total = _sum_visible(visible, log_forget)
+        visible = visible[:, None]
     relative = log_input - total  # log weight of token j at row p is total_p + relative_j
 
     incoming, incoming_scale, final = _chunk_states(k, v, relative, total[..., -1], document, state)
 
     # Inside the chunk.
-    visible = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    if document is not None:
-        visible = visible & (document[:, None, :, :, None] == document[:, None, :, None, :])
     hidden_pairs = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, EMPTY)
     log_weight = relative[..., None, :] + hidden_pairs  # [B, H, N, L (p), L (j)], still without total_p
     before = total + incoming_scale[..., None]  # log weight of the incoming state at row p
@@ -102,6 +101,15 @@ def mlstm_chunkwise(
     both = (weight @ v + from_before).reshape(batch, heads, chunks * size, value_dim + 1)[:, :, :length]
     log_scale = log_scale.reshape(batch, heads, chunks * size)[..., :length]
     return readout(both[..., :-1], both[..., -1], log_scale), final
+
+
+def _sum_visible(visible: Tensor, x: Tensor) -> Tensor:
+    """Cumulative sum that starts anew in each document; visible bool [B, ..., L, L], x [B, H, ..., L].
+
+    A masked sum and not a difference of two running sums, so that a document's sums do not depend, not even
+    in the last bit, on the documents before it.
+    """
+    return torch.einsum("b...pl,bh...l->bh...p", visible.to(x.dtype), x)
 
 
 def _chunk_states(
@@ -143,14 +151,18 @@ def _chunk_states(
     for start in range(0, chunks, CHUNKS_PER_SCAN):
         stop = min(start + CHUNKS_PER_SCAN, chunks)
         # Entry 0 is the carried state, entry c the c-th chunk of this round.
-        forgotten = F.pad(total[..., start:stop].double(), (1, 0)).cumsum(dim=-1)
+        forgotten = F.pad(total[..., start:stop].double(), (1, 0))  # [B, H, count]
         entry_scale = torch.cat([carried_scale, local_scale[..., start:stop].double()], dim=-1)
-        log_mix = forgotten[..., :, None] - forgotten[..., None, :] + entry_scale[..., None, :]
         count = stop - start + 1
         visible = torch.ones(count, count, dtype=torch.bool, device=key.device).tril()
-        if end is not None:
+        if end is None:
+            forgotten = forgotten.cumsum(dim=-1)
+        else:
             documents = torch.cat([end[:, max(start - 1, 0)][:, None], end[:, start:stop]], dim=1)
-            visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+            visible = visible & (documents[:, :, None] == documents[:, None, :])
+            forgotten = _sum_visible(visible, forgotten)
+            visible = visible[:, None]
+        log_mix = forgotten[..., :, None] - forgotten[..., None, :] + entry_scale[..., None, :]
         log_mix = log_mix.masked_fill(~visible, EMPTY)
         scale = log_mix.detach().amax(dim=-1)  # [B, H, count]
         mix = ((log_mix - scale[..., None]).exp() * visible).to(key.dtype)

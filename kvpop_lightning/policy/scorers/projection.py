@@ -57,11 +57,11 @@ class InputProjection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_heads, outputs, dtype=torch.float32))
 
     def set_standardization(self, part: str, mean: Tensor, std: Tensor) -> None:
-        """Sets the statistics of `part`, [H, D] (hidden: [Hid]); ignored when the projection does not read
+        """Sets the statistics of `part`, [H, D] or [Hid]; ignored when the projection does not read
         it."""
         if part not in self.parts:
             return
-        own_mean, own_std = self.get_buffer(f"{part}_mean"), self.get_buffer(f"{part}_std")
+        own_mean, own_std = self._tensor(f"{part}_mean"), self._tensor(f"{part}_std")
         mean, std = mean.to(own_mean).reshape(-1, mean.shape[-1]), std.to(own_std).reshape(-1, std.shape[-1])
         if mean.shape != own_mean.shape or std.shape != own_std.shape:
             raise ValueError(
@@ -71,6 +71,11 @@ class InputProjection(nn.Module):
         own_mean.copy_(mean)
         own_std.copy_(torch.where(std > SMALLEST_STD, std, torch.ones_like(std)))
 
+    def _tensor(self, name: str) -> Tensor:
+        """Parameter or buffer by name; not `get_parameter`, which refuses the tensors of `functional_call`."""
+        tensor: Tensor = getattr(self, name)
+        return tensor
+
     def standardize(self, key: Tensor, value: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
         """The parts that are read, as (x - mean) / std in the parameters' dtype; shapes as given."""
         given = {"key": key, "value": value, "hidden": hidden}
@@ -78,8 +83,8 @@ class InputProjection(nn.Module):
         for part in self.parts:
             x = given[part]
             assert x is not None, f"{part} is read but was not given"
-            scale = self.get_buffer(f"{part}_std").reciprocal()[:, None]  # [H or G, 1, size]
-            shift = -self.get_buffer(f"{part}_mean")[:, None] * scale
+            scale = self._tensor(f"{part}_std").reciprocal()[:, None]  # [H or G, 1, size]
+            shift = -self._tensor(f"{part}_mean")[:, None] * scale
             standardized[part] = torch.addcmul(shift, x.to(self.bias.dtype), scale)
         return standardized
 
@@ -92,16 +97,14 @@ class InputProjection(nn.Module):
             batch, _, length, size = standardized["key"].shape
             result = bias[None, :, None].expand(batch, heads, 1, columns).reshape(batch * heads, 1, columns)
             for part in ("key", "value"):
-                weight = self.get_parameter(f"{part}_weight")[..., outputs].expand(
-                    batch, heads, size, columns
-                )
+                weight = self._tensor(f"{part}_weight")[..., outputs].expand(batch, heads, size, columns)
                 x = standardized[part].reshape(batch * heads, length, size)
                 result = torch.baddbmm(result, x, weight.reshape(batch * heads, size, columns))
             result = result.view(batch, heads, length, columns)
         if "hidden" in standardized:
             hidden = standardized["hidden"]  # [B, G, T, Hid]
             batch, groups, length, size = hidden.shape
-            weight = self.get_parameter("hidden_weight")[..., outputs].reshape(
+            weight = self._tensor("hidden_weight")[..., outputs].reshape(
                 groups, heads // groups, size, columns
             )
             weight = weight.transpose(1, 2).reshape(groups, size, -1)  # heads of a group side by side
