@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NEVER: int = 2**63 - 1
+"""Eviction time of a key that is never evicted (the largest int64; `i < NEVER` holds for every query `i`)."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -56,7 +59,7 @@ class Budget:
         topk = total - sink - window
         if topk < 1:
             raise ValueError(
-                f"compression {ratio} of {reference_length} tokens leaves {total} keys, but sink {sink} + window {window} "
-                f"= {sink + window} take them all: lower budget.window or the compression"
+                f"compression {ratio} of {reference_length} tokens leaves {total} keys, but sink {sink} + "
+                f"window {window} = {sink + window} take them all: lower budget.window or the compression"
             )
         return cls(sink, window, topk)
