@@ -24,8 +24,8 @@ def grouped_attention(
         scaling: factor of the logits.
 
     Returns:
-        out [B, Hq, Q, D] in the dtype of `values`, and probabilities [B, Hkv, G, Q, N] in float32 (float64 for
-        float64).
+        out [B, Hq, Q, D] in the dtype of `values`, and probabilities [B, Hkv, G, Q, N] in float32 (float64
+        for float64).
     """
     batch, query_heads, length, dim = query.shape
     heads = keys[0].shape[1]

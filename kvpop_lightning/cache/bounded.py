@@ -21,16 +21,16 @@ DEFAULT_CHUNK = 128
 class BoundedCache(Cache):
     """Exactly `budget.total` keys per layer and KV head, allocated once, whatever the length of the text.
 
-    Give it as `past_key_values` to a model that `retrofit` prepared, or to its `generate`; long texts may come
-    in pieces of any size, and the result does not depend on the pieces. It is for inference: no gradient flows
-    through it.
+    Give it as `past_key_values` to a model that `retrofit` prepared, or to its `generate`; long texts may
+    come in pieces of any size, and the result does not depend on the pieces. It is for inference: no
+    gradient flows through it.
 
     Args:
         model: a retrofitted model; the cache serves this model and this policy only.
-        chunk: longer inputs are worked on in stretches of so many tokens inside, so that memory does not grow with
-            the prompt. The result does not depend on it.
-        record: note when each token was evicted (`eviction_times`), 4 bytes per token, layer and KV head beside
-            the cache and the one thing that grows with the text; not part of `bytes_held`.
+        chunk: longer inputs are worked on in stretches of so many tokens inside, so that memory does not
+            grow with the prompt. The result does not depend on it.
+        record: note when each token was evicted (`eviction_times`), 4 bytes per token, layer and KV head
+            beside the cache and the one thing that grows with the text; not part of `bytes_held`.
 
     Raises:
         ValueError: the model has no policy, or `chunk` is below 1.
@@ -40,7 +40,7 @@ class BoundedCache(Cache):
         policy = getattr(model, "kvpop", None)
         if policy is None:
             raise ValueError(
-                "BoundedCache needs a model with an eviction policy: call kvpop_lightning.retrofit(model) first"
+                "BoundedCache needs a model with an eviction policy: run kvpop_lightning.retrofit(model)"
             )
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise ValueError(f"chunk must be a positive number of tokens, got {chunk!r}")
@@ -85,7 +85,8 @@ class BoundedCache(Cache):
 
         Args:
             batch, q_len: rows and columns of the input.
-            attention_mask: [B, columns seen + q_len], non-zero = real token, padding anywhere; None = all real.
+            attention_mask: [B, columns seen + q_len], non-zero = real token, padding anywhere; None = all
+                real.
             position_ids: int64 [B or 1, q_len]; must count each row's real tokens. None = derived.
             policy: the calling model's policy, to refuse a cache made for another model.
 
@@ -93,17 +94,17 @@ class BoundedCache(Cache):
             int64 [B, q_len]: positions to use (padding: 0).
 
         Raises:
-            ValueError: mask or positions that do not fit, a packed row, another batch size, another model's cache,
-                or a forward call before that did not finish.
+            ValueError: mask or positions that do not fit, a packed row, another batch size, another model's
+                cache, or a forward call before that did not finish.
         """
         if policy is not None and policy is not self.policy:
             raise ValueError(
                 "this BoundedCache was made for another model or policy: make one with BoundedCache(model)"
             )
-        if self._spans is not None:
+        if self._spans is not None and self._attended:
             raise ValueError(
-                f"the forward call before stopped after {self._attended} of {len(self.layers)} layers, so the "
-                "cache is torn: call cache.reset(), and see that the model runs the attention that retrofit set"
+                f"the forward call before stopped after {self._attended} of {len(self.layers)} layers, so "
+                "the cache is torn: call cache.reset(), and keep the attention that retrofit set"
             )
         columns = self.get_seq_length()
         if columns and self._seen is not None and batch != self._seen.shape[0]:
@@ -115,7 +116,7 @@ class BoundedCache(Cache):
         device = next(
             (t.device for t in (position_ids, attention_mask) if t is not None), self.policy.decay.device
         )
-        if columns == 0 or self._seen is None:
+        if columns == 0 or self._seen is None:  # `columns` is layer 0's: no layer has a token yet
             self._seen = torch.zeros(batch, dtype=torch.int64, device=device)
             self._padded = False
         seen = self._seen
@@ -148,11 +149,16 @@ class BoundedCache(Cache):
             ValueError: the model's attention was changed since `retrofit`, so `attend` would never be called.
         """
         name = getattr(self._config, "_attn_implementation", None)
-        if name != self._attention_name or self._spans is None or self._attended != layer_idx:
+        if name != self._attention_name:
             raise ValueError(
                 "a BoundedCache works only through the attention that retrofit set, "
                 f"{self._attention_name!r}, but the model now runs {name!r}: set it back with "
                 f"model.set_attn_implementation({self._attention_name!r}), or use another cache"
+            )
+        if self._spans is None or self._attended != layer_idx:
+            raise ValueError(
+                f"layer {layer_idx} stores tokens, but {self._attended} layers have attended: a BoundedCache "
+                "works only in the forward call of the model that retrofit prepared"
             )
         return key_states, value_states
 
@@ -189,9 +195,16 @@ class BoundedCache(Cache):
         layer.prepare(key, value, hidden)
         outputs = []
         for span in self._spans:
-            parts = [None if x is None else span.compact(x) for x in (query, key, value, hidden)]
             step = attend_step if span.length == 1 else attend_chunk
-            out = step(layer, layer_index, self.policy, span, *parts, scaling)  # type: ignore[arg-type]
+            out = step(
+                layer,
+                layer_index,
+                self.policy,
+                span,
+                *(span.compact(x) for x in (query, key, value)),
+                None if hidden is None else span.compact(hidden),
+                scaling,
+            )
             outputs.append(span.spread(out))
             layer.columns += span.length
         self._attended += 1
@@ -236,13 +249,14 @@ class BoundedCache(Cache):
         return min(self.tokens_seen, self.budget.total)
 
     def bytes_held(self, element_bytes: int | None = None) -> int:
-        """Bytes of every tensor the cache keeps between two steps, counted from the tensors: all rows and layers.
+        """Bytes of all tensors kept between two steps, counted from the tensors: all rows and layers.
 
-        Keys, values, scores, positions, scorer state, window inputs and the row counters, as allocated; the
-        eviction record is apart. `element_bytes` counts keys, values and window inputs as if they had so many
-        bytes per element (policies are compared at 2, whatever the run's dtype).
+        Keys, values, scores, positions, scorer state and window inputs, as allocated, whether a token is in
+        them or not. Apart from it: one int64 counter per row, shared by all layers, and the eviction
+        record. `element_bytes` counts keys, values and window inputs as if they had so many bytes per
+        element (policies are compared at 2, whatever the run's dtype).
         """
-        total = 0 if self._seen is None else self._seen.numel() * self._seen.element_size()
+        total = 0
         for layer in self._bounded:
             for name, tensor in layer.tensors().items():
                 model_dtype = name in ("keys", "values", "hidden")
@@ -269,7 +283,8 @@ class BoundedCache(Cache):
         self._seen, self._padded, self._spans, self._attended = None, False, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        for layer in self._bounded:
+            layer.reorder_cache(beam_idx)
         self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:

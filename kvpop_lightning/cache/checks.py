@@ -79,7 +79,7 @@ def check_positions(
         got = int(position_ids.expand(batch, -1)[row, column])
         raise ValueError(
             f"position_ids must count the real tokens of each row: row {row}, new column {column} should be "
-            f"{int(position[row, column])}, got {got}. A BoundedCache holds one document per row: give packed "
-            "documents as rows of a batch, pad on the left, or leave position_ids out"
+            f"{int(position[row, column])}, got {got}. A BoundedCache holds one document per row: give "
+            "packed documents as rows of a batch, pad on the left, or leave position_ids out"
         )
     return position

@@ -1,8 +1,9 @@
-"""A stretch of tokens at once: every query sees exactly what it would have seen token by token (METHOD.md section 6).
+"""A stretch of tokens at once: each query sees what it would see token by token (METHOD.md section 6).
 
-The candidates are the sinks, the window ring, the long-range slots and the stretch itself. Which of them each query sees
-follows from one call of the eviction-time routine over the competitors in order of position: the residents of the
-long-range slots, then the tokens that leave the window during the stretch, the c-th of them at the c-th query.
+The candidates are the sinks, the window ring, the long-range slots and the stretch itself. Which of them
+each query sees follows from one call of the eviction-time routine over the competitors in order of
+position: the residents of the long-range slots, then the tokens that leave the window during the stretch,
+the c-th of them at the c-th query.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Contest(NamedTuple):
     """Outcome of the competition during a stretch of C tokens; times count queries of the stretch from 0."""
 
     resident_out: Tensor
-    """int64 [B, H, k], by slot: first query that no longer sees the resident; NEVER = it stays; 0 = the slot is empty."""
+    """int64 [B, H, k], by slot: first query that no longer sees the resident; NEVER = none; 0 = empty."""
     entrant_out: Tensor
-    """int64 [B, H, C]: the same for the tokens that leave the window (NEVER for sinks, 0 where there is no such token)."""
+    """int64 [B, H, C]: the same for the tokens that leave the window; sinks: NEVER; no such token: 0."""
     competes: Tensor
     """bool [B, 1, C]: a real token that is no sink leaves the window at query c."""
     is_sink: Tensor
@@ -44,12 +45,13 @@ def attend_chunk(
     hidden: Tensor | None,
     scaling: float,
 ) -> Tensor:
-    """Attention of a stretch and the update of the layer; tensors already compacted, [B, H, C, D] and [B, C, Hid].
+    """Attention of a stretch and the layer's update; tensors compacted, [B, H, C, D] and [B, C, Hid].
 
     Returns:
         [B, Hq, C, D]; places past a row's real tokens hold meaningless finite numbers.
     """
-    assert layer.keys is not None and layer.values is not None
+    assert layer.keys is not None
+    assert layer.values is not None
     budget = layer.budget
     ring_key, ring_value = take(layer.keys, span.ring_slot), take(layer.values, span.ring_slot)
     ring_hidden = None if layer.hidden is None else take(layer.hidden, span.ring_slot)
@@ -72,7 +74,8 @@ def attend_chunk(
         torch.cat([ring_value, value], 2),
     )
     if layer.hidden is not None:
-        assert ring_hidden is not None and hidden is not None
+        assert ring_hidden is not None
+        assert hidden is not None
         moved = take(torch.cat([ring_hidden, hidden], 1), span.last_ring)
         put(layer.hidden, (span.seen[:, None] + span.last_ring) % budget.window, moved)
     watch = getattr(policy, "watch_attention", None)
@@ -115,8 +118,8 @@ def _compete(
 
 
 def _visibility(span: Span, contest: Contest, budget: Budget) -> Tensor:
-    """bool [B, H, C, total + C]: which slot (as they stand before the stretch) and which new token each query sees."""
-    batch, heads, length = contest.entrant_out.shape
+    """bool [B, H, C, total + C]: which slots (as before the stretch) and new tokens each query sees."""
+    _, heads, length = contest.entrant_out.shape
     device = contest.entrant_out.device
     exists = (span.held_position >= 0)[:, None].expand(-1, heads, -1)
     held_out = torch.where(exists, NEVER, 0)  # [B, H, w + C]: window then stretch, by position
@@ -133,7 +136,7 @@ def _visibility(span: Span, contest: Contest, budget: Budget) -> Tensor:
 
 
 def _long_range_places(layer: BoundedLayer, span: Span, contest: Contest) -> Tensor:
-    """int64 [B, H, C]: the long-range slot of each entrant that stays, or -1; free slots are handed out in order."""
+    """int64 [B, H, C]: long-range slot of each entrant that stays, or -1; free slots go in order."""
     stays = contest.competes & (contest.entrant_out == NEVER)
     free = contest.resident_out != NEVER
     free_slots = torch.argsort((~free).to(torch.int8), dim=-1, stable=True)
@@ -144,7 +147,7 @@ def _long_range_places(layer: BoundedLayer, span: Span, contest: Contest) -> Ten
 def _record(layer: BoundedLayer, span: Span, contest: Contest) -> None:
     """Notes every eviction of the stretch, by position in the text."""
     start = span.seen[:, None, None]
-    # A resident_out of 0 is an empty slot, or a resident that lost at the first query: told apart by the count.
+    # A resident_out of 0 is an empty slot or a resident that lost at the first query: the count tells.
     topk = layer.budget.topk
     filled = (span.left_window - layer.budget.sink).clamp(0, topk)[:, None, None]
     slot_filled = torch.arange(topk, device=filled.device) < filled
@@ -164,8 +167,9 @@ def _store(
     held_key: Tensor,
     held_value: Tensor,
 ) -> None:
-    """Moves entrants that stay into their slots, then fills the ring; `held_*` are window + stretch by position."""
-    assert layer.keys is not None and layer.values is not None
+    """Moves entrants that stay into slots, then fills the ring; `held_*`: window + stretch by position."""
+    assert layer.keys is not None
+    assert layer.values is not None
     budget, length, window = layer.budget, span.length, layer.budget.window
     position = span.held_position[:, None, :length]
     # What does not move is replaced by the newest token of the window, which writes its own slot once more.

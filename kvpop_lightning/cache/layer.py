@@ -17,14 +17,16 @@ class BoundedLayer(CacheLayerMixin):
     """`budget.total` slots per KV head (METHOD.md section 6).
 
     Slots `0 .. w-1` are the window ring (token i sits in slot i mod w), then `s` sinks in order, then `k`
-    long-range slots in no particular order; no token is stored twice. All tensors are allocated for a batch at its
-    first use.
+    long-range slots in no particular order; no token is stored twice. All tensors are allocated for a batch
+    at its first use.
 
     Attributes:
         keys, values: [B, Hkv, budget.total, D] in the model's dtype; keys carry the RoPE of their position.
-        score: float32 [B, Hkv, k], raw scores of the long-range slots (float64 if the scorer works in float64).
+        score: float32 [B, Hkv, k], raw scores of the long-range slots (float64 if the scorer works in
+            float64).
         position: int64 [B, Hkv, k], of the long-range slots.
-        waiting_score: as `score`, [B, Hkv, w], scores of the ring's tokens by ring slot (those already scored).
+        waiting_score: as `score`, [B, Hkv, w], scores of the ring's tokens by ring slot (those already
+            scored).
         hidden: [B, w, Hid] by ring slot, only for a delayed scorer that reads the hidden state; else None.
         state: the scorer's recurrent state, float32, possibly empty.
         columns: columns of the batch seen, padding included (what `generate` counts).
@@ -64,8 +66,8 @@ class BoundedLayer(CacheLayerMixin):
         )
         if self.columns and not (fits and batch == self.batch_size):
             raise ValueError(
-                f"this cache holds {self.batch_size} rows of {self._store['keys'].dtype}, but got {batch} rows of "
-                f"{key.dtype} on {key.device}: call cache.reset() before another batch"
+                f"this cache holds {self.batch_size} rows of {self._store['keys'].dtype}, but got "
+                f"{batch} rows of {key.dtype} on {key.device}: call cache.reset() before another batch"
             )
         if fits and batch <= self._store["keys"].shape[0]:
             self._activate(batch)
@@ -129,7 +131,7 @@ class BoundedLayer(CacheLayerMixin):
 
     # -------- eviction record
     def note(self, position: Tensor, query: Tensor, happened: Tensor) -> None:
-        """Notes that `query` is the first not to see the token at `position`, where `happened`; all [B, H, N]."""
+        """Notes that `query` is the first not to see token `position`, where `happened`; all [B, H, N]."""
         if not self.record:
             return
         log = self._log_for(self.columns + 1)
@@ -206,6 +208,6 @@ class BoundedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
-            "a bounded cache cannot be cropped, the keys it evicted are gone: use generate without an assistant "
-            "model or prompt look-up, or call cache.reset() and feed the text again"
+            "a bounded cache cannot be cropped, the keys it evicted are gone: use generate without an "
+            "assistant model or prompt look-up, or call cache.reset() and feed the text again"
         )

@@ -1,4 +1,4 @@
-"""Scores and priorities inside the cache; a delayed scorer reads a token `delay` tokens after absorbing it."""
+"""Scores inside the cache; a delayed scorer reads a token `delay` tokens after absorbing it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def priorities(policy: Any, layer_index: int, score: Tensor, position: Tensor) -
 
 
 def extend_state(layer: BoundedLayer, new: Tokens, waiting: Tokens) -> Tensor:
-    """Absorbs `new` into the layer's scorer state, in place; scores [B, H, C] of the tokens `delay` before."""
+    """Absorbs `new` into the scorer state, in place; scores [B, H, C] of the tokens `delay` before."""
     score, state = layer.scorer.extend(layer.state, new, waiting)
     for name, tensor in layer.state.items():
         tensor.copy_(state[name])
@@ -38,8 +38,8 @@ def score_tokens(
 ) -> Tensor:
     """Scores of window + stretch in order of position, [B, H, w + C], as far as they can be known.
 
-    All arguments are in order of position; `ring_score` [B, H, w] holds what was scored before. The tokens that
-    leave the window during the stretch always have their score, since the delay is at most the window.
+    All arguments are in order of position; `ring_score` [B, H, w] holds what was scored before. The tokens
+    that leave the window during the stretch always have their score, since the delay is at most the window.
     """
     window, length, delay = layer.budget.window, span.length, layer.scorer.delay
     reads_hidden = layer.scorer.needs_hidden

@@ -1,7 +1,7 @@
 """One stretch of columns of a forward call: everything that depends on the rows alone and not on a layer.
 
-Rows of a batch may be padded on either side, so a column is not a position: `seen` counts the real tokens of each
-row, and a stretch is compacted per row (its real tokens first) before the cache looks at it.
+Rows of a batch may be padded on either side, so a column is not a position: `seen` counts the real tokens
+of each row, and a stretch is compacted per row (its real tokens first) before the cache looks at it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Span:
         return torch.argsort(self._order, dim=1)
 
     def compact(self, x: Tensor) -> Tensor:
-        """This stretch, each row's real tokens first: [B, H, T, D] -> [B, H, C, D], [B, T, E] -> [B, C, E]."""
+        """This stretch, real tokens first: [B, H, T, D] -> [B, H, C, D], [B, T, E] -> [B, C, E]."""
         axis = x.dim() - 2
         x = x.narrow(axis, self.start, self.length)
         if self.real is None:
@@ -93,7 +93,7 @@ class Span:
 
     @cached_property
     def held_position(self) -> Tensor:
-        """int64 [B, w + C]: positions of the window before the stretch, then of the stretch; negative = no token."""
+        """int64 [B, w + C]: positions of the window before the stretch, then of it; negative = no token."""
         steps = torch.arange(self.budget.window + self.length, device=self.seen.device)
         return self.seen[:, None] - self.budget.window + steps
 
@@ -104,7 +104,7 @@ class Span:
 
     @cached_property
     def last_ring(self) -> Tensor:
-        """int64 [B, C]: index into window + stretch of what is written into the ring (clamped, so repeats occur).
+        """int64 [B, C]: index into window + stretch of what goes into the ring (clamped, so repeats occur).
 
         A row without a real token points at its newest held token, which then writes itself.
         """

@@ -94,7 +94,7 @@ def _score(layer: BoundedLayer, span: Span, key: Tensor, value: Tensor, hidden: 
 
 
 def _place(layer: BoundedLayer, layer_index: int, policy: object, span: Span, score: Tensor) -> Tensor:
-    """Slot int64 [B, H] that the leaving token moves to: its own ring slot when it is dropped or none leaves."""
+    """Slot int64 [B, H] that the leaving token moves to: its own ring slot if dropped or none leaves."""
     budget = layer.budget
     heads = layer.score.shape[1]
     token = (span.seen - budget.window)[:, None]  # [B, 1]: position of the leaving token

@@ -32,7 +32,7 @@ class Policy(nn.Module):
 def strengthen(scorer: nn.Module, gain: float = 20.0) -> None:
     """Makes scores differ by nats instead of tenths, so that decisions are not those of the decay alone."""
     with torch.no_grad():
-        if scorer.type == "linear":
+        if scorer.kind == "linear":
             scorer.projection.key_weight.mul_(gain)
         elif hasattr(scorer, "output_weight"):
             scorer.output_weight.mul_(gain)
@@ -94,7 +94,9 @@ def feed(cache: BoundedCache, text, sizes: list[int], mask: Tensor | None = None
         cut = slice(start, stop)
         cache.begin(query.shape[0], stop - start, None if mask is None else mask[:, :stop])
         cache.update(key[:, :, cut], value[:, :, cut], 0)
-        outputs.append(cache.attend(0, query[:, :, cut], key[:, :, cut], value[:, :, cut], hidden[:, cut], 0.5))
+        outputs.append(
+            cache.attend(0, query[:, :, cut], key[:, :, cut], value[:, :, cut], hidden[:, cut], 0.5)
+        )
         start = stop
     return torch.cat(outputs, dim=2)
 

@@ -1,8 +1,9 @@
-"""The bounded cache written as plainly as possible: one row, one token after the other, Python lists, float64.
+"""The bounded cache written as plainly as possible: one row, token by token, Python lists, float64.
 
-It follows the order of a step (METHOD.md section 6): take t = i - w out of the window, write i, absorb i into the
-scorer's memory, score t, place or drop t, attend. It shares no code with the package: priorities, the mLSTM
-recurrence, the slots and the attention are all written out here. Only trained numbers are read from a scorer.
+It follows the order of a step (METHOD.md section 6): take t = i - w out of the window, write i, absorb i into
+the scorer's memory, score t, place or drop t, attend. It shares no code with the package: priorities, the
+mLSTM recurrence, the slots and the attention are all written out here. Only trained numbers are read from a
+scorer.
 """
 
 from __future__ import annotations
@@ -49,28 +50,32 @@ def affine(scorer, head: int, key: Tensor, value: Tensor, hidden: Tensor | None)
             continue
         row = 0 if name == "hidden" else head
         mean, std = getattr(projection, f"{name}_mean")[row], getattr(projection, f"{name}_std")[row]
-        y = y + (x.double() - mean.double()) / std.double() @ getattr(projection, f"{name}_weight")[head].double()
+        standard = (x.double() - mean.double()) / std.double()
+        y = y + standard @ getattr(projection, f"{name}_weight")[head].double()
     return y
 
 
 @torch.no_grad()
 def plain_scores(scorer, key: Tensor, value: Tensor, hidden: Tensor | None) -> list[list[float]]:
-    """Scores by [head][token] of one row: key, value [H, T, D], hidden [T, Hid]; tokens without a read get 0."""
+    """Scores by [head][token] of one row: key, value [H, T, D], hidden [T, Hid]; 0 without a read."""
     heads, length = key.shape[:2]
-    if scorer.type == "streaming_llm":
+    if scorer.kind == "streaming_llm":
         return [[0.0] * length for _ in range(heads)]
-    if scorer.type == "key_norm":
+    if scorer.kind == "key_norm":
         return [[-float(key[h, t].double().norm()) for t in range(length)] for h in range(heads)]
-    if scorer.type == "random":  # a hash of seed, layer, head and position: nothing to recompute
+    if scorer.kind == "random":  # a hash of seed, layer, head and position: nothing to recompute
         return scorer(key[None], value[None], None)[0].double().tolist()
     result = []
     for h in range(heads):
-        y = [affine(scorer, h, key[h, t], value[h, t], None if hidden is None else hidden[t]) for t in range(length)]
-        if scorer.type == "linear":
+        y = [
+            affine(scorer, h, key[h, t], value[h, t], None if hidden is None else hidden[t])
+            for t in range(length)
+        ]
+        if scorer.kind == "linear":
             result.append([float(v[0]) for v in y])
             continue
         out_w, out_b = scorer.output_weight[h].double(), float(scorer.output_bias[h])
-        if scorer.type == "mlp":
+        if scorer.kind == "mlp":
             result.append([float(silu(v) @ out_w) + out_b for v in y])
             continue
         d_m, d_v, width = scorer.memory_dim, scorer.value_dim, scorer.width
@@ -144,7 +149,7 @@ def decode_layer(
     decay_step: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """One layer of one row: query [Hq, T, D], key and value [Hkv, T, D] -> out float64 [Hq, T, D], evictions [Hkv, T]."""
+    """One layer of one row: query [Hq, T, D], key, value [Hkv, T, D] -> out as query, evictions [Hkv, T]."""
     query, key, value = query.double(), key.double(), value.double()
     heads, length = key.shape[:2]
     group = query.shape[0] // heads

@@ -1,4 +1,4 @@
-"""The cache against the hand-written loop, on random queries, keys and values: outputs and every eviction time."""
+"""The cache against the hand-written loop on random queries, keys and values: outputs and eviction times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_cache_equals_loop(name: str, sizes: list[int]) -> None:
     check(policy_of(name), random_text(53), sizes)
 
 
-@pytest.mark.parametrize("budget", [Budget(0, 1, 1), Budget(3, 1, 2), Budget(1, 9, 3), Budget(4, 2, 9), Budget(0, 5, 4)])
+@pytest.mark.parametrize(
+    "budget", [Budget(0, 1, 1), Budget(3, 1, 2), Budget(1, 9, 3), Budget(4, 2, 9), Budget(0, 5, 4)]
+)
 @pytest.mark.parametrize("name", ["mlp", "mlstm_window", "streaming_llm"])
 @pytest.mark.parametrize("decay", [1.0, 0.7])
 def test_awkward_budgets(name: str, budget: Budget, decay: float) -> None:
