@@ -168,6 +168,7 @@ def eviction_pattern(
     window: int = 1,
     detail: str | None = None,
     detail_tokens: int = 56,
+    title: str | None = None,
 ) -> Path:
     """What each policy still holds of one text: layers down, tokens across, colour = share of heads.
 
@@ -179,6 +180,7 @@ def eviction_pattern(
         sink, window: left out when the enlarged stretch is chosen.
         detail: policy whose stretch is enlarged; None = the last in `patterns`.
         detail_tokens: width of the enlarged stretch.
+        title: above the whole picture.
 
     Raises:
         ValueError: no pattern given.
@@ -189,6 +191,8 @@ def eviction_pattern(
     length = patterns[detail].shape[1]
     query = length - 1 if query is None else query
     figure = _figure(13.5, 2.3 * len(patterns) + 3.6)
+    if title:
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     panels = figure.subplots(len(patterns) + 1, 1, height_ratios=[1.0] * len(patterns) + [1.35])
     base = matplotlib.colormaps["cividis_r"]
     levels = min(heads, 8)

@@ -209,7 +209,7 @@ def spearman(first: Tensor, second: Tensor, valid: Tensor) -> Tensor:
     return torch.where(norm > 0, covariance / norm, torch.nan).reshape(shape)
 
 
-class BoundaryAccuracy(NamedTuple):
+class DecisionAccuracy(NamedTuple):
     """Share of the teacher's keep-or-drop decisions that the policy makes alike."""
 
     accuracy: Tensor
@@ -220,9 +220,9 @@ class BoundaryAccuracy(NamedTuple):
     """[H] decisions counted."""
 
 
-def boundary_accuracy(
+def decision_accuracy(
     priority: Tensor, newcomer: Tensor, boundary: Tensor, keep: Tensor, valid: Tensor
-) -> BoundaryAccuracy:
+) -> DecisionAccuracy:
     """Does the policy place each newcomer on the teacher's side of the boundary token (METHOD.md section 4)?
 
     A tie counts as "keep", as in the cache, where the newer token wins.
@@ -245,6 +245,6 @@ def boundary_accuracy(
         both, (share_keep + share_drop) / 2, torch.where(keeps > 0, share_keep, share_drop)
     )
     nothing = count == 0
-    return BoundaryAccuracy(
+    return DecisionAccuracy(
         accuracy.masked_fill(nothing, torch.nan), balanced.masked_fill(nothing, torch.nan), count
     )

@@ -1,4 +1,4 @@
-"""One JSON file per (model, data, row, policy, budget): an interrupted evaluation goes on where it stopped."""
+"""One JSON file per (model, data, row, policy, budget): an interrupted run goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 FORMAT = 1
 """Raised whenever a metric changes its meaning, so that old files are not mistaken for new ones."""
@@ -26,11 +26,6 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(data.numpy().data)
     return digest.hexdigest()
-
-
-def model_digest(model: nn.Module, *, without: str = "kvpop.") -> str:
-    """Hash of a model's weights, the attached policy (`without`) left out."""
-    return tensors_digest({k: v for k, v in model.state_dict().items() if not k.startswith(without)})
 
 
 def json_digest(value: Any) -> str:

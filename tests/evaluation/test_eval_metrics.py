@@ -7,7 +7,7 @@ import scipy.stats
 import torch
 
 from kvpop_lightning.evaluation.metrics import (
-    boundary_accuracy,
+    decision_accuracy,
     dense_attention_rows,
     retained_mass,
     spearman,
@@ -138,17 +138,17 @@ def test_spearman_is_undefined_for_constant_scores_and_single_tokens():
     assert spearman(torch.randn(2, 9), torch.randn(2, 9), valid).isnan().all()
 
 
-def test_boundary_accuracy_by_hand():
+def test_decision_accuracy_by_hand():
     priority = torch.tensor([[1.0, 5.0, 3.0, 3.0, 2.0]], dtype=torch.float64)
     newcomer = torch.tensor([[-1, 2, 3, 4, 4]])
     boundary = torch.tensor([[-1, 1, 2, 0, 2]])
     # says: 3 >= 5 no, 3 >= 3 yes (tie keeps), 2 >= 1 yes, 2 >= 3 no
     keep = torch.tensor([[True, False, True, False, False]])
     valid = torch.tensor([[False, True, True, True, True]])
-    got = boundary_accuracy(priority, newcomer, boundary, keep, valid)
+    got = decision_accuracy(priority, newcomer, boundary, keep, valid)
     assert got.accuracy.item() == pytest.approx(3 / 4)
     assert got.balanced.item() == pytest.approx((1 + 2 / 3) / 2)
     assert got.decisions.item() == 4
-    none = boundary_accuracy(priority, newcomer, boundary, keep, torch.zeros_like(valid))
+    none = decision_accuracy(priority, newcomer, boundary, keep, torch.zeros_like(valid))
     assert none.accuracy.isnan().all()
     assert none.balanced.isnan().all()

@@ -1,0 +1,41 @@
+"""`compare(config)`: train what is not trained yet, evaluate everything, print the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from kvpop_lightning.config.policies import with_policy
+from kvpop_lightning.config.schema import Config
+from kvpop_lightning.evaluation.evaluate import EvaluationResult, evaluate
+from kvpop_lightning.evaluation.table import summary_lines, terminal_table
+from kvpop_lightning.evaluation.trained import is_trained, policy_folder, trained_names
+
+
+def print_result(result: EvaluationResult, console: Console | None = None) -> None:
+    """The table, what separates the best learned policy from the best rule, and where the files are."""
+    console = console or Console()
+    console.print(terminal_table(result.table))
+    for line in (*summary_lines(result.table), *(str(path) for path in result.artifacts)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def compare(config: Config, *, console: Console | None = None, **options: Any) -> EvaluationResult:
+    """Train every policy of `eval.policies` that needs it and is not in `run_dir/policy`, then evaluate all.
+
+    The command line's `kvpop compare` does the same under one tracking run.
+
+    Args:
+        config: the whole configuration.
+        console: where the table is printed; None = standard output.
+        options: for `evaluate` (`model`, `tokenizer`, `data`, `progress`).
+    """
+    from kvpop_lightning.training.fit import train
+
+    for name in trained_names(config.eval.policies):
+        if not is_trained(policy_folder(config, name)):
+            train(with_policy(config, name))
+    result = evaluate(config, **options)
+    print_result(result, console)
+    return result

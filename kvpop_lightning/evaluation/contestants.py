@@ -1,0 +1,227 @@
+"""Who is compared: every (policy, budget) pair as a retention policy ready to be set on the model.
+
+One training serves all budgets (AMENDMENTS 13): a trained policy keeps its scorers and takes another number
+of long-range slots, lowered by what its state costs, so that all policies of one budget hold the same bytes
+(AMENDMENTS 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvpop_lightning.baselines import OracleScorer, build_policy, get
+from kvpop_lightning.cache import BoundedCache
+from kvpop_lightning.config.schema import Config
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.evaluation.store import tensors_digest
+from kvpop_lightning.evaluation.trained import load_trained, policy_folder
+from kvpop_lightning.models import dense
+from kvpop_lightning.policy import Budget, RetentionPolicy
+from kvpop_lightning.policy.memory import dense_bytes_per_sequence, equal_bytes_budget
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One policy at one budget."""
+
+    name: str
+    total: int
+    """Keys per KV head that the policy was given; `eval.reference_length` for `full`."""
+    policy: RetentionPolicy | None = None
+    """None = dense attention. Its budget is the one really held (lowered where state is paid for)."""
+    model: Any = None
+    """Another model than the teacher's, for a policy whose base was trained with it."""
+    key: dict[str, Any] = field(default_factory=dict)
+    """What decides its records: description and weights' hash."""
+
+    @property
+    def pair(self) -> tuple[str, int]:
+        return self.name, self.total
+
+    @property
+    def label(self) -> str:
+        """Part of its records' file names."""
+        return f"{self.name}-b{self.total}"
+
+    def describe(self) -> str:
+        """For a progress line."""
+        return f"{self.name}, {self.total} keys"
+
+    @property
+    def sees_future(self) -> bool:
+        return get(self.name).sees_future
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of its table entry that no row decides."""
+        if self.policy is None:
+            return {"sees_future": False}
+        decay = self.policy.decay
+        even = bool((decay == decay.flatten()[0]).all())
+        return {
+            "sees_future": self.sees_future,
+            "sink": self.policy.budget.sink,
+            "window": self.policy.budget.window,
+            "topk": self.policy.budget.topk,
+            "decay": float(decay.flatten()[0]) if even else decay.tolist(),
+            "decay_step": self.policy.decay_step,
+        }
+
+    @contextmanager
+    def active(self, teacher: Any, targets: Tensor, document_ids: Tensor | None = None) -> Iterator[Any]:
+        """The model with this policy set on it; the policy it had comes back afterwards.
+
+        Args:
+            teacher: the retrofitted model that serves every policy with an untrained base.
+            targets: [L, 1, Hkv, T], what the oracle scores by.
+        """
+        assert self.policy is not None
+        model = teacher if self.model is None else self.model
+        before = model.kvpop
+        oracles = [s for s in self.policy.scorers if isinstance(s, OracleScorer)]
+        for scorer, target in zip(oracles, targets, strict=False):
+            scorer.set_scores(target, document_ids)
+        model.kvpop = self.policy
+        try:
+            yield model
+        finally:
+            model.kvpop = before
+            for scorer in oracles:
+                scorer.set_scores(None)
+
+
+def budget_of(config: Config, total: int) -> Budget:
+    """`total` keys per KV head with the sinks and the window of `policy.budget`.
+
+    Raises:
+        UserError: sinks and window leave nothing for the long range.
+    """
+    given = config.policy.budget
+    topk = total - given.sink - given.window
+    if topk < 1:
+        raise UserError(
+            f"eval.budgets: {total} keys cannot hold policy.budget.sink {given.sink} + window {given.window} "
+            f"and one more: use {given.sink + given.window + 1} or more, or lower policy.budget.window"
+        )
+    return Budget(given.sink, given.window, topk)
+
+
+def _shape(policy: RetentionPolicy) -> dict[str, int]:
+    scorer = policy.layer_scorer(0)
+    return {
+        "num_layers": len(policy.scorers),
+        "num_heads": scorer.num_heads,
+        "head_dim": scorer.head_dim,
+        "hidden_size": scorer.hidden_size,
+    }
+
+
+def at_budget(policy: RetentionPolicy, budget: Budget, *, equal_bytes: bool = True) -> RetentionPolicy:
+    """The same scorers (shared) and decay under another budget, its state paid for in long-range slots."""
+    scorers = [policy.layer_scorer(n) for n in range(len(policy.scorers))]
+    if equal_bytes:
+        budget = equal_bytes_budget(budget, scorers[0])
+    again = RetentionPolicy(policy.name, budget, scorers, decay=policy.decay, decay_step=policy.decay_step)
+    return again.to(policy.decay.device)
+
+
+def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[Contestant]:
+    """Every policy of `names` at every budget of `eval.budgets` (`full` once).
+
+    Args:
+        model: retrofitted, whatever its policy: gives shapes and device.
+
+    Raises:
+        UserError: an unknown policy, one that is not in `run_dir/policy/<name>` yet, a budget too small.
+    """
+    device = next(model.parameters()).device
+    found = []
+    for name in dict.fromkeys(names):
+        try:
+            spec = get(name)
+        except ValueError as error:
+            raise UserError(f"eval.policies: {error}") from None
+        if spec.scorer is None:
+            found.append(Contestant(name, config.eval.reference_length, key={"policy": name}))
+            continue
+        trained, own_model, base = None, None, None
+        if spec.trained:
+            trained, own_model, base = load_trained(policy_folder(config, name), model)
+            if trained.budget.window != config.policy.budget.window:
+                raise UserError(
+                    f"{name} was trained with a window of {trained.budget.window} tokens, but "
+                    f"policy.budget.window is {config.policy.budget.window}: set it to "
+                    f"{trained.budget.window} or train again"
+                )
+        for total in config.eval.budgets:
+            budget = budget_of(config, total)
+            try:
+                if trained is not None:
+                    policy = at_budget(trained, budget, equal_bytes=config.policy.equal_bytes)
+                else:
+                    policy = build_policy(
+                        name,
+                        budget,
+                        **_shape(model.kvpop),
+                        decay=config.policy.decay,
+                        decay_step=config.policy.decay_step,
+                        match_bytes=config.policy.equal_bytes,
+                        seed=config.seed,
+                    )
+            except UserError:
+                raise
+            except ValueError as error:
+                raise UserError(f"{name} at {total} keys: {error}") from None
+            policy = policy.to(device).eval()
+            description = {k: v for k, v in policy.to_dict().items() if k != "name"}
+            key = {"policy": description, "weights": tensors_digest(policy.state_dict()), "base": base}
+            found.append(Contestant(name, total, policy, own_model, key))
+    return found
+
+
+def measured_bytes(
+    model: Any, contestant: Contestant, reference_length: int, tokens: int = 3
+) -> dict[str, int]:
+    """Bytes one sequence holds, counted from the tensors of a really allocated cache after a few tokens.
+
+    Returns:
+        `bytes_held` in the run's dtype, `bytes_accounted` at 2 bytes per element and `element_bytes` of the
+        run. `full` holds `reference_length` tokens: what its cache grew by per token, times that.
+    """
+    parameter = next(model.parameters())
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=parameter.device)
+    element = parameter.element_size()
+    policy = model.kvpop
+    with torch.no_grad():
+        if contestant.policy is None:
+            cache: Any = DynamicCache()
+            with dense(model):
+                model(input_ids=ids, past_key_values=cache, use_cache=True)
+            tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+            held = sum(t.numel() * t.element_size() for t in tensors)
+            return {
+                "bytes_held": held // tokens * reference_length,
+                "bytes_accounted": dense_bytes_per_sequence(
+                    reference_length,
+                    num_layers=len(policy.scorers),
+                    num_heads=policy.layer_scorer(0).num_heads,
+                    head_dim=policy.layer_scorer(0).head_dim,
+                ),
+                "element_bytes": element,
+            }
+        shape = (len(policy.scorers), 1, policy.layer_scorer(0).num_heads, tokens)
+        nothing = torch.zeros(shape, device=parameter.device)
+        with contestant.active(model, nothing, torch.zeros_like(ids)) as active:
+            bounded = BoundedCache(active, record=False)
+            active(input_ids=ids, past_key_values=bounded, use_cache=True)
+            return {
+                "bytes_held": bounded.bytes_held(),
+                "bytes_accounted": contestant.policy.bytes_per_sequence(),
+                "element_bytes": element,
+            }

@@ -1,0 +1,253 @@
+"""One held-out row: the dense model's answer, computed once, and each policy's record against it.
+
+Rows are the outer loop of an evaluation and policies the inner one, so the dense forward, the target and the
+log-probabilities of a row exist once and are dropped before the next row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpop_lightning.evaluation.metrics import (
+    TeacherLogits,
+    TokenMetrics,
+    decision_accuracy,
+    dense_attention_rows,
+    retained_mass,
+    spearman,
+    supervised_positions,
+    teacher_logits,
+    token_metrics,
+)
+from kvpop_lightning.models import dense, observe
+from kvpop_lightning.policy import (
+    Budget,
+    Decisions,
+    document_layout,
+    future_attention_target,
+    static_priority,
+    teacher_decisions,
+)
+from kvpop_lightning.training.forward import Batch, last_hidden, output_head
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What decides a row's values beside model, data and policy; part of every stored record's key."""
+
+    first_position: int
+    """Metrics count row positions from here on, in tokens."""
+    window: int
+    """Protected window w of the target."""
+    aggregation: str = "max"
+    """Of the target over the query heads of a group."""
+    boundary: str = "cutoff"
+    """Boundary token of the decisions (AMENDMENTS 7)."""
+    mass_queries: int = 64
+    """Evenly spaced evaluated queries at which the retained attention is measured."""
+
+
+@dataclass
+class DenseRow:
+    """The dense model on one row (L layers, T tokens, P evaluated positions, N mass queries)."""
+
+    batch: Batch
+    positions: Tensor
+    """int64 [P], evaluated row positions."""
+    next_token: Tensor
+    """int64 [P]."""
+    logits: TeacherLogits
+    metrics: TokenMetrics
+    """The dense model against itself: kl 0, top1 1 and its own negative log-likelihood."""
+    target: Tensor
+    """float32 [1, L * Hkv, T], undecayed future-attention target in nats, 0 where invalid."""
+    valid: Tensor
+    """bool [1, L * Hkv, T]."""
+    mass_positions: Tensor
+    """int64 [N]."""
+    probability: Tensor
+    """float32 [L, Hq, N, T], dense attention of those queries."""
+    layers: int
+    decisions: dict[Any, Decisions] = field(default_factory=dict)
+    """Teacher's decisions by (decay, decay step, budget), shared by the policies that have them in common."""
+
+    @property
+    def document_ids(self) -> Tensor:
+        return self.batch["document_ids"]
+
+    def layer_targets(self) -> Tensor:
+        """[L, 1, Hkv, T], as the oracle takes them."""
+        return self.target.unflatten(1, (self.layers, -1)).transpose(0, 1)
+
+
+def _head_weights(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    head: Any = output_head(model)
+    return head.weight, getattr(head, "bias", None)
+
+
+def _mass_queries(positions: Tensor, wanted: int, row_elements: int, limit_bytes: int) -> Tensor:
+    """Evenly spaced positions; fewer than `wanted` if their probabilities would not fit in `limit_bytes`."""
+    count = max(1, min(wanted, positions.numel(), limit_bytes // (4 * row_elements)))
+    pick = torch.linspace(0, positions.numel() - 1, count, dtype=torch.float64).round().long()
+    return positions[pick.to(positions.device)]
+
+
+@torch.no_grad()
+def dense_row(
+    model: nn.Module, batch: Batch, settings: RowSettings, *, chunk: int = 128, limit_bytes: int = 1 << 29
+) -> DenseRow:
+    """One dense forward of a row and all that policies are compared with.
+
+    Args:
+        model: a retrofitted model in evaluation mode; it runs dense here.
+        batch: one row with a batch dimension, on the model's device.
+        chunk: positions whose logits exist at once.
+        limit_bytes: most bytes kept for the log-probabilities, and as many again for the attention rows.
+
+    Raises:
+        ValueError: the row has no supervised position from `settings.first_position` on.
+    """
+    document = batch["document_ids"][0]
+    positions = supervised_positions(batch["loss_mask"][0], document, settings.first_position)
+    if positions.numel() == 0:
+        raise ValueError(
+            f"row {int(batch['row'][0])} has no supervised position from token {settings.first_position} on: "
+            "lower eval.first_position or use longer documents"
+        )
+    targets: list[tuple[Tensor, Tensor]] = []
+    probabilities: list[Tensor] = []
+    mass_positions = positions
+
+    def keep(seen: Any) -> None:
+        nonlocal mass_positions
+        targets.append(
+            future_attention_target(
+                seen.query,
+                seen.key,
+                window=settings.window,
+                document_ids=seen.document_ids,
+                aggregation=settings.aggregation,
+                scale=seen.scale,
+            )
+        )
+        if not probabilities:
+            size = len(seen.query[0]) * document.numel() * int(model.config.num_hidden_layers)  # type: ignore
+            mass_positions = _mass_queries(positions, settings.mass_queries, size, limit_bytes)
+        probabilities.append(
+            dense_attention_rows(
+                seen.query[0], seen.key[0], mass_positions, scale=seen.scale, document_ids=document
+            )
+        )
+
+    with dense(model), observe(model, keep):
+        hidden = last_hidden(model, batch)[0, positions]
+    weight, bias = _head_weights(model)
+    logits = teacher_logits(hidden, weight, bias, chunk=chunk, keep_bytes=limit_bytes)
+    next_token = batch["input_ids"][0, positions + 1]
+    return DenseRow(
+        batch=batch,
+        positions=positions,
+        next_token=next_token,
+        logits=logits,
+        metrics=token_metrics(hidden, logits, next_token, weight, bias, chunk=chunk),
+        target=torch.cat([t for t, _ in targets], 1),
+        valid=torch.cat([v for _, v in targets], 1),
+        mass_positions=mass_positions,
+        probability=torch.stack(probabilities),
+        layers=len(targets),
+    )
+
+
+def dense_record(row: DenseRow) -> Record:
+    """The record of the policy `full`: the dense model is its own teacher."""
+    heads = row.probability.shape[1]
+    return {
+        "row": int(row.batch["row"][0]),
+        "kl": 0.0,
+        "top1": 1.0,
+        "nll": row.metrics.nll,
+        "positions": row.metrics.positions,
+        "retained_mass": torch.ones(row.layers, heads),
+    }
+
+
+def _decisions(row: DenseRow, policy: Any, settings: RowSettings) -> Decisions:
+    """The teacher's keep-or-drop decisions under the policy's own decay and budget, at evaluated queries."""
+    decay = torch.as_tensor(policy.decay, dtype=torch.float64, device=row.target.device).flatten()
+    budget: Budget = policy.budget
+    key = (tuple(decay.tolist()), policy.decay_step, budget)
+    if key not in row.decisions:
+        priority = static_priority(
+            row.target, decay=decay, decay_step=policy.decay_step, document_ids=row.document_ids
+        )
+        found = teacher_decisions(
+            priority, budget, document_ids=row.document_ids, valid=row.valid, boundary=settings.boundary
+        )
+        late = torch.arange(found.valid.shape[-1], device=found.valid.device) >= settings.first_position
+        row.decisions[key] = found._replace(valid=found.valid & late)
+    return row.decisions[key]
+
+
+@torch.no_grad()
+def policy_record(
+    model: nn.Module,
+    row: DenseRow,
+    settings: RowSettings,
+    *,
+    chunk: int = 128,
+    on_eviction: Callable[[Tensor], None] | None = None,
+) -> Record:
+    """One sparse forward of the model under its current policy, against the dense row.
+
+    Args:
+        model: retrofitted, `model.kvpop` the policy to judge.
+        on_eviction: called with the eviction times int64 [L, Hkv, T].
+
+    Returns:
+        `row, kl, top1, nll, positions`; `retained_mass` [L, Hq]; `boundary_accuracy`,
+        `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined).
+    """
+    scores: list[Tensor] = []
+    priorities: list[Tensor] = []
+    evictions: list[Tensor] = []
+
+    def keep(seen: Any) -> None:
+        scores.append(seen.score)
+        priorities.append(seen.priority)
+        evictions.append(seen.eviction)
+
+    with observe(model, keep):
+        hidden = last_hidden(model, row.batch)[0, row.positions]
+    weight, bias = _head_weights(model)
+    metrics = token_metrics(hidden, row.logits, row.next_token, weight, bias, chunk=chunk)
+    eviction = torch.cat(evictions)  # [L, Hkv, T]: one row, so the batch axis takes the layers
+    if on_eviction is not None:
+        on_eviction(eviction)
+    policy: Any = model.kvpop
+    score, priority = torch.cat(scores), torch.cat(priorities).flatten(0, 1)
+    decisions = _decisions(row, policy, settings)
+    decided = decision_accuracy(
+        priority, decisions.newcomer[0], decisions.boundary[0], decisions.keep[0], decisions.valid[0]
+    )
+    layout = document_layout(row.document_ids, batch=1, length=row.document_ids.shape[1])
+    competes = row.valid & layout.competing(policy.budget.sink)[:, None]
+    target = row.target[0].view_as(score)
+    shape = score.shape[:2]
+    return {
+        "row": int(row.batch["row"][0]),
+        "kl": metrics.kl,
+        "top1": metrics.top1,
+        "nll": metrics.nll,
+        "positions": metrics.positions,
+        "retained_mass": retained_mass(row.probability, row.mass_positions, eviction),
+        "boundary_accuracy": decided.accuracy.view(shape),
+        "boundary_balanced_accuracy": decided.balanced.view(shape),
+        "rank_correlation": spearman(score, target, competes[0].view_as(score)),
+    }
