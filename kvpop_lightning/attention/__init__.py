@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpop_lightning.attention.dispatch import BACKENDS, sparse_attention
-from kvpop_lightning.attention.reference import reference_attention, visible_keys
-from kvpop_lightning.attention.sdpa import dense_attention
+from kvpop_lightning.attention.reference import log_normalizer, reference_attention, visible_keys
+from kvpop_lightning.attention.sdpa import dense_attention, masked_attention
 from kvpop_lightning.attention.segments import Segment, find_segments
 
 __all__ = [
@@ -12,6 +12,8 @@ __all__ = [
     "Segment",
     "dense_attention",
     "find_segments",
+    "log_normalizer",
+    "masked_attention",
     "reference_attention",
     "sparse_attention",
     "visible_keys",

@@ -104,21 +104,57 @@ def _block(
     last: int,
 ) -> tuple[Tensor, Tensor]:
     """Queries `first:last` against all keys."""
-    B, Hq, _, D = query.shape
-    H = key.shape[1]
-    dtype = _accumulation_dtype(query)
-    q_BHGQD = query[:, :, first:last].to(dtype).reshape(B, H, Hq // H, last - first, D)
-    k_BHTD, v_BHTD = key.to(dtype), value.to(dtype)
-    mask_BHQT = visible_keys(eviction_BHT, document_ids, first_query=first, last_query=last)
-
-    logit_BHGQT = torch.einsum("bhgqd,bhtd->bhgqt", q_BHGQD, k_BHTD) * scale
-    logit_BHGQT = logit_BHGQT.masked_fill(~mask_BHQT[:, :, None], float("-inf"))
-    sees_BHQ1 = mask_BHQT.any(dim=-1, keepdim=True)[:, :, None]
+    B, Hq = query.shape[:2]
+    logit_BHGQT, sees_BHQ1 = _masked_logits(query, key, eviction_BHT, document_ids, scale, first, last)
     # A row that sees nothing would give -inf - (-inf): its maximum becomes 0 and its sum 1, and both outputs
     # are replaced.
     top = logit_BHGQT.detach().amax(dim=-1, keepdim=True).masked_fill(~sees_BHQ1, 0.0)
     weight_BHGQT = (logit_BHGQT - top).exp()
     total = weight_BHGQT.sum(dim=-1, keepdim=True).masked_fill(~sees_BHQ1, 1.0)
-    out_BHGQD = torch.einsum("bhgqt,bhtd->bhgqd", weight_BHGQT / total, v_BHTD)
+    out_BHGQD = torch.einsum("bhgqt,bhtd->bhgqd", weight_BHGQT / total, value.to(logit_BHGQT.dtype))
     lse_BHGQ = (total.log() + top).masked_fill(~sees_BHQ1, float("-inf")).squeeze(-1)
     return out_BHGQD.reshape(B, Hq, last - first, -1).to(query.dtype), lse_BHGQ.reshape(B, Hq, last - first)
+
+
+def _masked_logits(
+    query: Tensor,
+    key: Tensor,
+    eviction_BHT: Tensor,
+    document_ids: Tensor | None,
+    scale: float,
+    first: int,
+    last: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits [B, Hkv, G, Q, T], -inf where masked, and which queries see anything, bool [B, Hkv, 1, Q, 1]."""
+    B, Hq, _, D = query.shape
+    H = key.shape[1]
+    dtype = _accumulation_dtype(query)
+    q_BHGQD = query[:, :, first:last].to(dtype).reshape(B, H, Hq // H, last - first, D)
+    mask_BHQT = visible_keys(eviction_BHT, document_ids, first_query=first, last_query=last)
+    logit_BHGQT = torch.einsum("bhgqd,bhtd->bhgqt", q_BHGQD, key.to(dtype)) * scale
+    logit_BHGQT = logit_BHGQT.masked_fill(~mask_BHQT[:, :, None], float("-inf"))
+    return logit_BHGQT, mask_BHQT.any(dim=-1, keepdim=True)[:, :, None]
+
+
+@torch.no_grad()
+def log_normalizer(
+    query: Tensor,
+    key: Tensor,
+    eviction_time: Tensor,
+    *,
+    document_ids: Tensor | None,
+    scale: float,
+    query_chunk: int | None = None,
+) -> Tensor:
+    """The LSE of `reference_attention` alone, [B, Hq, T], natural log, without gradient or value product.
+
+    Arguments and shapes as there; -inf for a query that sees no key.
+    """
+    B, Hq, T, _ = query.shape
+    chunk = query_chunk or max(1, _CHUNK_ELEMENTS // max(1, B * Hq * T))
+    parts = [query.new_zeros(B, Hq, 0, dtype=_accumulation_dtype(query))]
+    for first in range(0, T, chunk):
+        last = min(first + chunk, T)
+        logit, _ = _masked_logits(query, key, eviction_time, document_ids, scale, first, last)
+        parts.append(logit.logsumexp(dim=-1).reshape(B, Hq, last - first))
+    return torch.cat(parts, dim=2)

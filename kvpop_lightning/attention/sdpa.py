@@ -182,3 +182,17 @@ def _mask(query_Q: Tensor, slot_BHW: Tensor, e_BHW: Tensor, valid: Tensor | None
         key_valid = valid.expand(B, -1)[:, None].expand(B, H, -1).gather(-1, slot_BHW)
         mask = mask & key_valid[:, :, None, :] & valid[:, None, query_Q, None]
     return mask
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Attention under a ready mask: new queries of the dense teacher over an ordinary, growing cache.
+
+    Args:
+        query: [B, Hq, Q, D]; key, value: [B, Hkv, K, D].
+        mask: bool [B or 1, 1, Q, K], True = seen.
+        scale: factor on the dot products.
+
+    Returns:
+        [B, Hq, Q, D]; 0 where a query sees nothing.
+    """
+    return _attend(query, key, value, mask.expand(query.shape[0], -1, -1, -1), scale)

@@ -1,0 +1,83 @@
+"""How a retrofitted model runs for a while: dense, with imposed evictions, or watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvpop_lightning.models.context import LayerObservation, Observer, runtime_of
+
+
+@contextmanager
+def _mode(model: nn.Module, **changes: Any) -> Iterator[nn.Module]:
+    runtime = runtime_of(model)
+    before = runtime.mode
+    runtime.mode = replace(before, **changes)
+    try:
+        yield model
+    finally:
+        runtime.mode = before
+
+
+@contextmanager
+def dense(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, `model` is its own dense teacher: full causal attention on the same weights, documents still
+    apart.
+
+    `generate` then uses the library's ordinary cache. Nothing of the policy runs.
+
+    Raises:
+        ValueError: the model is not retrofitted.
+    """
+    with _mode(model, dense=True, replay=None):
+        yield model
+
+
+@contextmanager
+def replay(model: nn.Module, eviction_times: Sequence[Tensor]) -> Iterator[nn.Module]:
+    """Inside, the parallel forward evicts at the given times instead of asking the scorers.
+
+    Args:
+        model: retrofitted.
+        eviction_times: one int64 [B or 1, Hkv, T] per layer, row indices, as `BoundedCache.eviction_times` or
+            `LayerObservation.eviction` give them.
+
+    Raises:
+        ValueError: not retrofitted, or another number of layers, heads or (at the forward) tokens than the
+            model's.
+    """
+    layers, heads = runtime_of(model).policy.decay.shape
+    times = tuple(eviction_times)
+    if len(times) != layers or any(t.dim() != 3 or t.shape[1] != heads for t in times):
+        shapes = sorted({tuple(t.shape) for t in times})
+        raise ValueError(
+            f"replay needs {layers} tensors of eviction times [B, {heads}, T], one per layer, "
+            f"got {len(times)} of shapes {shapes}"
+        )
+    with _mode(model, dense=False, replay=times):
+        yield model
+
+
+@contextmanager
+def observe(
+    model: nn.Module, callback: Callable[[LayerObservation], None], *, gradients: bool = False
+) -> Iterator[nn.Module]:
+    """Inside, `callback` gets every layer of every parallel forward, dense or sparse, in order.
+
+    Args:
+        model: retrofitted.
+        callback: called once per layer, before the layer's output projection; what it keeps, stays in memory.
+        gradients: hand out the tensors of the graph: query, key, value and hidden with the base's gradient,
+            scores with the scorers' (the scorers' inputs are detached either way). By default all are
+            detached.
+
+    Raises:
+        ValueError: not retrofitted; at the forward: a cache is in use.
+    """
+    observers = (*runtime_of(model).mode.observers, Observer(callback, gradients))
+    with _mode(model, observers=observers):
+        yield model
