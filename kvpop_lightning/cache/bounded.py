@@ -195,16 +195,10 @@ class BoundedCache(Cache):
         layer.prepare(key, value, hidden)
         outputs = []
         for span in self._spans:
+            q, k, v = span.compact(query), span.compact(key), span.compact(value)
+            x = None if hidden is None else span.compact(hidden)
             step = attend_step if span.length == 1 else attend_chunk
-            out = step(
-                layer,
-                layer_index,
-                self.policy,
-                span,
-                *(span.compact(x) for x in (query, key, value)),
-                None if hidden is None else span.compact(hidden),
-                scaling,
-            )
+            out = step(layer, layer_index, self.policy, span, q, k, v, x, scaling)
             outputs.append(span.spread(out))
             layer.columns += span.length
         self._attended += 1
