@@ -48,10 +48,12 @@ DEFAULT_EXPERIMENT: str | None = None
 
 
 def run(config: Config, call: Call) -> int:
+    policies = policies_to_train(config)  # a mistake here should not wait for torch
+
     from kvpop_lightning.tracking import TrackedRun
     from kvpop_lightning.training.fit import train
 
-    for name in policies_to_train(config):
+    for name in policies:
         chosen = with_policy(config, name)
         with TrackedRun(chosen, name=f"train {name}", command=call.command, overrides=call.overrides):
             result = train(chosen)

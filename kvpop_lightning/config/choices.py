@@ -7,7 +7,7 @@ a test compares this table with the registry.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 SCORER_OF_TRAINED_POLICY = {"kvpop_linear": "linear", "kvpop_mlp": "mlp", "kvpop_mlstm": "mlstm"}
 RULES = ("full", "streaming_llm", "random", "key_norm", "oracle")
@@ -47,6 +47,9 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     `policy.budget.topk`)."""
     known = list(known)
     by_spelling = get_close_matches(name, known, n=count, cutoff=0.75)
+    if by_spelling:  # a clear favourite needs no rivals beside it
+        best = SequenceMatcher(None, name, by_spelling[0]).ratio()
+        by_spelling = get_close_matches(name, known, n=count, cutoff=max(0.75, best - 0.05))
     last = name.rpartition(".")[2]
     last_parts = {key.rpartition(".")[2] for key in known}
     close_last = [last] if last in last_parts else get_close_matches(last, last_parts, n=1, cutoff=0.75)
@@ -61,5 +64,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = nearest(name, known)
     if near:
-        return f"; did you mean {' or '.join(near)}?"
+        also = f" (known: {', '.join(known)})" if len(known) <= 6 else ""
+        return f"; did you mean {' or '.join(near)}?{also}"
     return f"; known: {', '.join(known)}" if 0 < len(known) <= 24 else ""

@@ -7,8 +7,10 @@ sets a value. An experiment or local file chooses group files under its key `def
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, cast, get_origin
 
 import yaml
@@ -59,8 +61,7 @@ def compose(
         assignments, experiment = _gather(words, sweep_point or {}, default_experiment, problems)
     except UserError as error:
         raise ConfigError([*problems, str(error)]) from error
-    tree = OmegaConf.structured(Config())
-    _unlock(tree)
+    tree = copy.deepcopy(_schema_tree())
     texts: dict[str, Any] = {}
     for item in assignments:
         if item.key in FREE_TEXT and (item.value is None or isinstance(item.value, str)):
@@ -70,8 +71,7 @@ def compose(
     if problems:
         raise ConfigError(problems)
     try:
-        OmegaConf.resolve(tree)
-        config = cast(Config, OmegaConf.to_object(tree))
+        config = cast(Config, OmegaConf.to_object(tree))  # resolves references too
     except OmegaConfBaseException as error:
         raise ConfigError([_first_line(error)]) from error
     config = replace(config, generate=replace(config.generate, **texts))
@@ -221,6 +221,14 @@ def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
     return f"{key}: {lines[0]}" if key else lines[0]
+
+
+@cache
+def _schema_tree() -> DictConfig:
+    """The schema as a writable tree; building it costs more than all the rest."""
+    tree = OmegaConf.structured(Config())
+    _unlock(tree)
+    return tree
 
 
 def _unlock(node: Any) -> None:

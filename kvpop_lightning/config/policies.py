@@ -38,3 +38,9 @@ def policies_to_train(config: Config) -> list[str]:
             "or compare it with kvpop evaluate"
         )
     return [name]
+
+
+def policies_to_compare(config: Config) -> list[str]:
+    """What a comparison must train: `train_policies` and every trained policy that its table lists."""
+    listed = [name for name in config.eval.policies if name in SCORER_OF_TRAINED_POLICY]
+    return list(dict.fromkeys([*config.train_policies, *listed]))

@@ -264,4 +264,5 @@ class Config:
     run_dir: str = "runs/default"
     """Everything a run writes: config, checkpoints, policy, table, figures."""
     train_policies: list[str] = field(default_factory=list)
-    """`kvpop compare` and the demo train each of these; empty = only `policy`."""
+    """`kvpop train` trains each of these; empty = only `policy`. A comparison also trains what its table
+    needs."""
