@@ -14,18 +14,18 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def hash_uniform(*keys: Tensor | int) -> Tensor:
-    """float32 in (0, 1), the same on every device, from integers that broadcast together.
+    """float32 in (0, 1), the same on every device, from integers that broadcast (one a tensor at least).
 
     A 32-bit xor-shift-multiply mix per key. Products stay below 2^63, so no step relies on overflow.
     """
-    state = torch.zeros((), dtype=torch.int64)
+    state: Tensor | int = 0
     for key in keys:
         # Adding an odd constant keeps (0, 0, ...) from staying 0; the mix lets every key stir all bits.
-        state = (state.to(key.device) if isinstance(key, Tensor) else state) ^ key
-        state = (state + 0x3C6EF35F) & _LOW_32
+        state = ((state ^ key) + 0x3C6EF35F) & _LOW_32
         for shift, multiplier in ((16, 0x45D9F3B5), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
             state = ((state ^ (state >> shift)) * multiplier) & _LOW_32
         state = state ^ (state >> 15)
+    assert isinstance(state, Tensor)
     return ((state >> 9).to(torch.float32) + 0.5) * 2.0**-23  # 23 bits and a half are exact in float32
 
 

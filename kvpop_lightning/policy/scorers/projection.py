@@ -72,7 +72,7 @@ class InputProjection(nn.Module):
         own_std.copy_(torch.where(std > SMALLEST_STD, std, torch.ones_like(std)))
 
     def _tensor(self, name: str) -> Tensor:
-        """Parameter or buffer by name; not `get_parameter`, which refuses the tensors of `functional_call`."""
+        """Parameter or buffer by name (`get_parameter` refuses what `functional_call` puts in place)."""
         tensor: Tensor = getattr(self, name)
         return tensor
 
