@@ -33,6 +33,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     name: str = "procedural"
+    """Name shown in tables and logs."""
     source: str = "procedural"
     """`procedural`, `jsonl` or `parquet`."""
     path: str | None = None
@@ -62,11 +63,13 @@ class DataConfig:
     too_long: str = "truncate"
     """A document longer than a row: `truncate`, `drop` or `split`; counted."""
     seed: int = 0
+    """Seed of the generated documents and of the split."""
     streaming: bool = False
     """Pack on the fly without preparing rows (resume restarts the stream at the recorded document)."""
     workers: int = 0
     """DataLoader workers."""
     cache_dir: str = ".cache/data"
+    """Where packed rows are kept, in a folder per fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -165,25 +168,31 @@ class TrainerConfig:
     warmup_steps: int = 20
     """Steps of linear warm-up of the scorers' rate."""
     weight_decay: float = 0.01
+    """AdamW weight decay of the scorers' matrices."""
     gradient_clip: float = 1.0
     """Largest gradient norm, per parameter group; 0 = no clipping."""
     precision: str = "auto"
     """`auto`, `32-true`, `bf16-mixed`, `16-mixed`."""
     accelerator: str = "auto"
+    """`auto`, `cpu`, `gpu`, `cuda`, `mps`."""
     devices: int = 1
     """Processes / GPUs."""
     strategy: str = "auto"
+    """Lightning strategy: `auto`, `ddp` ..."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
     log_every: int = 10
     """Steps between logged metrics."""
     fast_dev_run: bool = False
+    """One step of everything, nothing kept: does it run at all?"""
     resume: bool = True
     """Go on from the newest checkpoint of this run folder when there is one."""
     feature_cache_dir: str = ".cache/features"
     """Frozen base: keys, values, targets of each row, computed once."""
     feature_cache_limit_gb: float = 20.0
+    """Largest feature cache on disk, in GB; the size is printed before it is filled."""
     progress: bool = True
+    """Progress lines with an estimate of what is left."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +220,15 @@ class EvalConfig:
     first_position: float = 0.25
     """Metrics count positions from this share of the row on."""
     kl_chunk: int = 128
+    """Positions per chunk of the full KL."""
     figures: bool = True
+    """Draw the figures into `run_dir`."""
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
     enabled: bool = True
+    """False = metrics go to `run_dir/metrics.jsonl` only."""
     uri: str | None = None
     """MLflow tracking URI; None = $MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db` in the project folder."""
     experiment: str = "kvpop"
@@ -260,7 +272,9 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     experiment: str | None = None
+    """`configs/experiment/NAME.yaml`, or a path that ends in .yaml."""
     seed: int = 0
+    """Seed of everything random but the data."""
     run_dir: str = "runs/default"
     """Everything a run writes: config, checkpoints, policy, table, figures."""
     train_policies: list[str] = field(default_factory=list)
