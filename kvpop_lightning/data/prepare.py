@@ -1,0 +1,212 @@
+"""Preparing a data set: blocks to shards, whole or not at all; resumed when interrupted, then reused."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from kvpop_lightning.config.schema import DataConfig
+from kvpop_lightning.data.blocks import SPLITS, make_blocks
+from kvpop_lightning.data.chat import ChatRenderer
+from kvpop_lightning.data.fingerprint import describe, fingerprint
+from kvpop_lightning.data.packing import Piece
+from kvpop_lightning.data.rows import INDEX, PackedRows, check_shard, write_json, write_shard
+from kvpop_lightning.errors import UserError
+
+TOKENS_PER_SHARD = 1 << 22
+_PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Folder `<cache_dir>/<fingerprint>` with `train/` and `eval/`; `reused` when nothing had to be made."""
+
+    folder: Path
+    fingerprint: str
+    reused: bool
+
+
+def prepare(
+    config: DataConfig, tokenizer: Any, *, splits: tuple[str, ...] = SPLITS, progress: bool = True
+) -> Prepared:
+    """Makes what is missing of the data set and returns where it is.
+
+    Raises:
+        UserError: an unusable source or setting, a damaged earlier result, or no space left.
+    """
+    description = describe(config, tokenizer)
+    name = fingerprint(description)
+    folder = Path(config.cache_dir) / name
+    reused = True
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache_dir: cannot create {folder}: {error.strerror}") from error
+    with _only_one(folder.with_name(f".{name}.lock")):
+        for split in splits:
+            if (folder / split / INDEX).is_file():
+                continue
+            _prepare_split(config, tokenizer, split, folder, name, description, progress)
+            reused = False
+    return Prepared(folder, name, reused)
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Two processes that want the same data set: the second waits, then reuses."""
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _prepare_split(
+    config: DataConfig,
+    tokenizer: Any,
+    split: str,
+    folder: Path,
+    name: str,
+    description: dict[str, Any],
+    progress: bool,
+) -> None:
+    wanted = config.train_rows if split == "train" else config.eval_rows
+    if wanted < 1:
+        raise UserError(f"data.{split}_rows must be at least 1, got {wanted}")
+    partial = folder / f"{split}.partial"
+    state = _resume(partial)
+    blocks = make_blocks(config, ChatRenderer(tokenizer, config.loss_on), split)
+    counts = Counter[str](state["counts"])
+    shards: list[dict[str, Any]] = state["shards"]
+    done = sum(shard["rows"] for shard in shards)
+    per_shard = max(1, TOKENS_PER_SHARD // config.row_length)
+    waiting: list[list[Piece]] = []
+    began = time.perf_counter()
+
+    def flush(next_block: int) -> None:
+        shards.append(write_shard(partial, len(shards), waiting, config.row_length, len(tokenizer)))
+        waiting.clear()
+        write_json(partial / _PROGRESS, {"next_block": next_block, "shards": shards, "counts": dict(counts)})
+
+    with _bar(f"preparing {split} rows", wanted, done, progress) as advance:
+        try:
+            if done < wanted:
+                for number, block in blocks.from_block(state["next_block"]):
+                    rows = block.rows[: wanted - done - len(waiting)]
+                    counts.update(block.counts)
+                    counts["rows_not_needed"] += len(block.rows) - len(rows)
+                    waiting += rows
+                    advance(len(rows))
+                    if done + len(waiting) >= wanted or len(waiting) >= per_shard:
+                        done += len(waiting)
+                        flush(number + 1)
+                    if done >= wanted:
+                        break
+                if waiting:
+                    done += len(waiting)
+                    flush(number + 1)
+        except UserError:
+            if not shards:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+    counts.update(blocks.source_counts)
+    if done == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(_no_rows(config, split, counts))
+    tokens = sum(shard["tokens"] for shard in shards)
+    write_json(
+        partial / INDEX,
+        {
+            "fingerprint": name,
+            "split": split,
+            "rows": done,
+            "rows_asked": wanted,
+            "row_length": config.row_length,
+            "tokens": tokens,
+            "supervised_tokens": sum(shard["supervised"] for shard in shards),
+            "packing_efficiency": tokens / (done * config.row_length),
+            "counts": dict(sorted((+counts).items())),
+            "seconds": time.perf_counter() - began,
+            "description": description,
+            "config": asdict(config),
+            "shards": shards,
+        },
+    )
+    (partial / _PROGRESS).unlink()
+    partial.replace(folder / split)
+
+
+def _resume(partial: Path) -> dict[str, Any]:
+    """Where an interrupted run stopped; whatever it left unfinished is removed."""
+    partial.mkdir(exist_ok=True)
+    state: dict[str, Any] = {"next_block": 0, "shards": [], "counts": {}}
+    try:
+        found = json.loads((partial / _PROGRESS).read_text("utf-8"))
+        for shard in found["shards"]:
+            check_shard(partial, shard, hashes=True)
+        state = found
+    except (OSError, json.JSONDecodeError, UserError):
+        pass
+    known = {entry["name"] for shard in state["shards"] for entry in shard["files"].values()}
+    for file in partial.iterdir():
+        if file.name not in known and not (file.name == _PROGRESS and state["shards"]):
+            file.unlink()
+    return state
+
+
+def _no_rows(config: DataConfig, split: str, counts: Counter[str]) -> str:
+    told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    if counts["shorter_than_a_row"]:
+        hint = "lower data.row_length, set data.eval_single_document=false or give longer documents"
+    elif split == "eval":
+        hint = "too few documents to set some aside for evaluation: give data.eval_path"
+    else:
+        hint = "no document of the source can be used"
+    place = config.eval_path if split == "eval" and config.eval_path else config.path
+    return f"no {split} rows from {place or config.source}: {hint} ({told})"
+
+
+@contextmanager
+def _bar(title: str, total: int, done: int, show: bool) -> Iterator[Any]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
+        task = bar.add_task(title, total=total, completed=done)
+        yield lambda rows: bar.advance(task, rows)
+
+
+def load_rows(prepared: Prepared, split: str) -> PackedRows:
+    """Opens a prepared split.
+
+    Raises:
+        UserError: the folder was made for another data set, or a file is damaged.
+    """
+    rows = PackedRows(prepared.folder / split)
+    if rows.fingerprint != prepared.fingerprint:
+        raise UserError(
+            f"{rows.folder} holds data set {rows.fingerprint}, not {prepared.fingerprint}; delete it"
+        )
+    return rows
