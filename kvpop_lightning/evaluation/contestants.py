@@ -23,6 +23,7 @@ from kvpop_lightning.errors import UserError
 from kvpop_lightning.evaluation.store import tensors_digest
 from kvpop_lightning.evaluation.trained import load_trained, policy_folder
 from kvpop_lightning.models import dense
+from kvpop_lightning.models.compat import cache_keyword
 from kvpop_lightning.policy import Budget, RetentionPolicy
 from kvpop_lightning.policy.memory import dense_bytes_per_sequence, equal_bytes_budget
 
@@ -202,7 +203,7 @@ def measured_bytes(
         if contestant.policy is None:
             cache: Any = DynamicCache()
             with dense(model):
-                model(input_ids=ids, past_key_values=cache, use_cache=True)
+                model(input_ids=ids, use_cache=True, **{cache_keyword(model): cache})
             tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
             held = sum(t.numel() * t.element_size() for t in tensors)
             return {
@@ -219,7 +220,7 @@ def measured_bytes(
         nothing = torch.zeros(shape, device=parameter.device)
         with contestant.active(model, nothing, torch.zeros_like(ids)) as active:
             bounded = BoundedCache(active, record=False)
-            active(input_ids=ids, past_key_values=bounded, use_cache=True)
+            active(input_ids=ids, use_cache=True, **{cache_keyword(active): bounded})
             return {
                 "bytes_held": bounded.bytes_held(),
                 "bytes_accounted": contestant.policy.bytes_per_sequence(),

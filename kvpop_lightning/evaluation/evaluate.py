@@ -20,7 +20,7 @@ from kvpop_lightning.evaluation.pictures import draw_figures
 from kvpop_lightning.evaluation.rows import Record, RowSettings, dense_record, dense_row, policy_record
 from kvpop_lightning.evaluation.store import EvaluationStore
 from kvpop_lightning.evaluation.table import Entry, add_intervals, entry, write_table
-from kvpop_lightning.models import is_retrofitted, retrofit, unretrofit
+from kvpop_lightning.models import is_retrofitted, load_model, retrofit, unretrofit
 from kvpop_lightning.models.fingerprint import base_fingerprint
 from kvpop_lightning.training.forward import collate, to_device
 from kvpop_lightning.training.progress import ProgressLine
@@ -98,7 +98,6 @@ class Evaluation:
                 "settings": vars(self.settings),
             },
         )
-        self.patterns: dict[tuple[str, int], Tensor] = {}
 
     def batch(self, row: int) -> dict[str, Tensor]:
         return to_device(collate([self.rows[row]]), next(self.model.parameters()).device)
@@ -225,13 +224,12 @@ def evaluate(
         UserError: an unknown policy, one that is not trained yet, a budget that cannot hold sinks and window,
             or no held-out row.
     """
-    from kvpop_lightning.data import PackedMathDataModule
-    from kvpop_lightning.models import load_model
-
     started = time.monotonic()
     if model is None or tokenizer is None:
         model, tokenizer = load_model(config.model)
     if data is None:
+        from kvpop_lightning.data import PackedMathDataModule  # costs seconds: Lightning
+
         data = PackedMathDataModule(config.data, tokenizer, seed=config.seed)
         data.prepare_data()
         data.setup("validate")

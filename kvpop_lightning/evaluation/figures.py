@@ -144,6 +144,7 @@ def retained_mass_by_layer(table: Sequence[Entry], path: str | Path) -> Path:
 def _visible(token: str) -> str:
     """A token's text as one short printable word."""
     shown = token.replace("\n", "\\n").replace("\t", "\\t").replace("$", r"\$")
+    shown = "".join(c if c.isprintable() else "·" for c in shown)
     return ("␣" if not shown else shown if not shown.isspace() else "␣" * len(shown))[:12]
 
 

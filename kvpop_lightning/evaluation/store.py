@@ -74,7 +74,7 @@ class EvaluationStore:
         self.computed = 0
 
     def path(self, name: str, row: int, key: Mapping[str, Any]) -> Path:
-        digest = json_digest({"base": self.base, "row": row, **key})
+        digest = json_digest({"base": self.base, "row": row, "of": dict(key)})
         return self.folder / f"{re.sub('[^A-Za-z0-9_+.-]', '_', name)}-row{row}-{digest[:16]}.json"
 
     def get(self, name: str, row: int, key: Mapping[str, Any]) -> dict[str, Any] | None:
