@@ -1,6 +1,6 @@
 """The policy's mathematics, on plain tensors: what to keep, what to drop, how to learn it (METHOD.md, 1-5).
 
-Names are imported on first use: `Budget` alone must not cost an import of torch, and scorers import from here.
+Names are imported on first use: `Budget` alone must not cost an import of torch, and scorers import from it.
 """
 
 from __future__ import annotations

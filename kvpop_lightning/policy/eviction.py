@@ -44,7 +44,7 @@ def eviction_time(
 def _eviction_time_parallel(priority: Tensor, budget: Budget, layout: DocumentLayout) -> Tensor:
     """The token of rank r is evicted by the k-th oldest of the better ones, once both left the window."""
     length = priority.shape[-1]
-    if budget.topk >= length - budget.sink:  # a token is evicted only by topk better competitors
+    if budget.total >= length:  # no document can fill it
         return torch.full(priority.shape, NEVER, dtype=torch.int64, device=priority.device)
     order = competition_order(priority, layout, budget.sink)
     rank = torch.arange(length, device=priority.device).expand_as(order)
