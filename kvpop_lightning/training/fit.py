@@ -1,0 +1,278 @@
+"""One training from configuration to saved policy: setup -> data -> fit -> save."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from kvpop_lightning.config.schema import Config
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.models import retrofit
+from kvpop_lightning.models.fingerprint import base_fingerprint
+from kvpop_lightning.policy import Budget
+from kvpop_lightning.training.callbacks import GracefulStop, TrainingCheckpoint
+from kvpop_lightning.training.feature_store import Features
+from kvpop_lightning.training.features import FeatureCache, FeatureRequest, dense_features
+from kvpop_lightning.training.forward import to_device
+from kvpop_lightning.training.loader import StepLoader
+from kvpop_lightning.training.module import TrainingModule
+from kvpop_lightning.training.runtime import (
+    build_callbacks,
+    build_trainer,
+    checkpoint_to_resume,
+    fit,
+    resolve_precision,
+    say,
+    settings_key,
+)
+from kvpop_lightning.training.scorers import FeatureRows, ScorerModule
+from kvpop_lightning.training.standardization import standardize_scorers
+from kvpop_lightning.training.student import StudentModule
+
+RECORD = "training.json"
+"""File beside the policy that says which settings it was trained with, and how it went."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training left behind."""
+
+    policy_path: Path | None
+    """Folder for `kvpop_lightning.load`; None after `trainer.fast_dev_run`, which saves nothing."""
+    metrics: dict[str, float]
+    """Last values of the training metrics, and over all rows where that is cheap (`final/...`)."""
+    reused: bool = False
+    """The same training was finished before; nothing ran."""
+    steps: int = 0
+    seconds: float = 0.0
+
+
+def train(
+    config: Config,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    data: Any = None,
+    logger: Any = None,
+    run: Any = None,
+) -> TrainResult:
+    """Trains `config.policy` and saves it to `<run_dir>/policy/<policy name>/`.
+
+    A finished training with the same settings, data and base weights is not repeated; an interrupted one goes on from its last
+    step (`trainer.resume`). With a frozen base the rows' features are computed once and cached; several policies trained on
+    one model share them.
+
+    Args:
+        config: resolved configuration.
+        model, tokenizer: a loaded base, to share it between trainings; retrofitted in place (an earlier policy on it is
+            replaced). None = `config.model`.
+        data: a prepared DataModule with `train_rows` and `fingerprint`; None = `config.data`.
+        logger: a Lightning logger; None = that of `run`, if given.
+        run: an open `tracking.TrackedRun`, for the summary metrics and the policy as an artifact.
+
+    Raises:
+        UserError: nothing to train, data or model missing, no space, out of memory: one line that says what to change.
+        KeyboardInterrupt: interrupted; the checkpoint is written.
+    """
+    started = time.monotonic()
+    pl.seed_everything(config.seed, verbose=False)
+    if model is None:
+        from kvpop_lightning.models.sources import load_model
+
+        model, tokenizer = load_model(_model_config(config))
+    if data is None:
+        data = _data(config, tokenizer)
+    model = retrofit(model, Budget(**asdict(config.policy.budget)), **_policy_options(config))
+    if config.trainer.base == "frozen" and not any(True for _ in model.kvpop.parameters()):
+        raise UserError(
+            f"policy={config.policy.name} has no parameters, and trainer.base=frozen: nothing to train; choose a learned policy "
+            "(policy=mlp, policy=mlstm) or trainer.base=full"
+        )
+    fingerprint = str(data.fingerprint)
+    key = settings_key(config, fingerprint, base_fingerprint(model))
+    folder = Path(config.run_dir) / "policy" / config.policy.name
+    finished = None if config.trainer.fast_dev_run else _finished(folder, key)
+    if finished is not None:
+        say(f"{folder} is trained with these settings already: reused")
+        return TrainResult(folder, finished["metrics"], reused=True, steps=finished["steps"])
+
+    callbacks, checkpoint, stop = build_callbacks(config, key)
+    if logger is None and run is not None:
+        from kvpop_lightning.tracking.lightning_logger import RunLogger
+
+        logger = RunLogger(run)
+    job = _Job(config, model, data, fingerprint, callbacks, checkpoint, stop, logger)
+    metrics = job.run()
+    seconds = time.monotonic() - started
+    metrics["seconds"] = seconds
+    path = None
+    if not config.trainer.fast_dev_run:
+        path = folder
+        if job.trainer.is_global_zero:
+            record = {"settings_key": key, "steps": job.trainer.global_step, "metrics": metrics}
+            _save(model, folder, record)
+        job.trainer.strategy.barrier()
+        if run is not None:
+            run.log_metrics({f"final/{n}": v for n, v in metrics.items()}, step=job.trainer.global_step)
+    return TrainResult(path, metrics, steps=job.trainer.global_step, seconds=seconds)
+
+
+@dataclass
+class _Job:
+    """The part of a training that runs when nothing can be reused."""
+
+    config: Config
+    model: Any
+    data: Any
+    fingerprint: str
+    callbacks: list[pl.Callback]
+    checkpoint: TrainingCheckpoint
+    stop: GracefulStop
+    logger: Any
+
+    def run(self) -> dict[str, float]:
+        frozen = self.config.trainer.base == "frozen"
+        device = next(self.model.parameters()).device
+        # Scores are float32 whatever else is lowered, and cached features need no model.
+        precision = resolve_precision(self.config, device)
+        cached = frozen and not self.config.data.streaming
+        self.trainer = build_trainer(
+            self.config,
+            device,
+            self.callbacks,
+            logger=self.logger,
+            precision="32-true" if cached else precision,
+        )
+        module, source = self._cached() if cached else self._live()
+        fit(self.trainer, module, source, self.stop, checkpoint_to_resume(self.config, self.checkpoint))
+        self.model.to(device)  # Lightning leaves a module on the CPU when it is done
+        metrics = {n: float(v) for n, v in self.trainer.callback_metrics.items() if n.startswith("train/")}
+        if isinstance(module, ScorerModule):
+            metrics |= module.to(device).summary(source.rows)
+        return {name.removeprefix("train/"): value for name, value in metrics.items()}
+
+    def _cached(self) -> tuple[TrainingModule, StepLoader]:
+        """Frozen base: train the scorers on features that are computed once per row."""
+        config, policy, trainer = self.config, self.model.kvpop, self.config.trainer
+        rows = self.data.train_rows
+        if len(rows) == 0:
+            raise UserError("there are no training rows: raise data.train_rows or check data.path")
+        request = FeatureRequest(
+            policy.budget.window, config.distill.target.aggregation, hidden=policy.needs_hidden
+        )
+        cache = FeatureCache(
+            trainer.feature_cache_dir,
+            self.model,
+            self.fingerprint,
+            request,
+            limit_gb=trainer.feature_cache_limit_gb,
+        )
+        rows_per_batch = trainer.rows_per_step * trainer.accumulate
+        # A training shorter than one pass must not compute features that it never reads.
+        steps = 1 if trainer.fast_dev_run else trainer.max_steps
+        wanted = range(min(len(rows), steps * rows_per_batch * self.trainer.world_size))
+        cache.fill(rows, wanted, progress=trainer.progress)
+        features = FeatureRows(cache, wanted)
+        standardize_scorers(policy, (features[index] for index in range(len(features))))
+        loader = StepLoader(
+            features,
+            steps=trainer.max_steps,
+            rows_per_batch=rows_per_batch,
+            seed=config.seed,
+            process=lambda: (self.trainer.global_rank, self.trainer.world_size),
+        )
+        return ScorerModule(policy, config.distill, trainer, seed=config.seed), loader
+
+    def _live(self) -> tuple[TrainingModule, Any]:
+        """The model runs in every step: its weights change, or the rows are not known beforehand."""
+        config, data = self.config, self.data
+        if any(True for _ in self.model.kvpop.parameters()):
+            standardize_scorers(self.model.kvpop, self._first_rows())
+        data.rows_per_step = config.trainer.rows_per_step * config.trainer.accumulate
+        vars(data).pop("position", None)  # an earlier training on the same data left it at its end
+        return StudentModule(self.model, config.distill, config.trainer, seed=config.seed), data
+
+    def _first_rows(self) -> Iterator[Features]:
+        """Keys, values and hidden states of training rows as they come, one at a time."""
+        request = FeatureRequest(
+            self.model.kvpop.budget.window, hidden=self.model.kvpop.needs_hidden, target=False
+        )
+        device = next(self.model.parameters()).device
+        fresh = type(self.data)(self.data.config, self.data.tokenizer, rows_per_step=1, seed=self.data.seed)
+        for batch in fresh.train_dataloader():
+            features = dense_features(self.model, to_device(batch, device), request)
+            yield {name: tensor[0] for name, tensor in features.items()}
+
+
+def _model_config(config: Config) -> Any:
+    # A base that is trained keeps float32 weights under autocast: bfloat16 cannot hold steps of 1e-5 of a weight.
+    if config.trainer.base != "frozen" and config.model.dtype == "auto":
+        return replace(config.model, dtype="float32")
+    return config.model
+
+
+def _data(config: Config, tokenizer: Any) -> Any:
+    from kvpop_lightning.data import PackedMathDataModule
+
+    data = PackedMathDataModule(
+        config.data,
+        tokenizer,
+        rows_per_step=config.trainer.rows_per_step * config.trainer.accumulate,
+        seed=config.seed,
+    )
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def _policy_options(config: Config) -> dict[str, Any]:
+    policy, scorer = config.policy, config.policy.scorer
+    return {
+        "policy": policy.name,
+        "decay": policy.decay,
+        "decay_step": policy.decay_step,
+        "inputs": scorer.inputs,
+        "delay": scorer.delay,
+        "width": scorer.width,
+        "memory_dim": scorer.memory_dim,
+        "value_dim": scorer.value_dim,
+        "match_bytes": policy.equal_bytes,
+        "seed": config.seed,
+    }
+
+
+def _finished(folder: Path, key: str) -> dict[str, Any] | None:
+    """The record of a finished training with this key."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if record.get("settings_key") == key else None
+
+
+def _save(model: Any, folder: Path, record: dict[str, Any]) -> None:
+    """The policy and its record; a reader finds the old folder or the new one, never half of it."""
+    temporary, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    try:
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(temporary)
+        (temporary / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(temporary, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot save the policy to {folder}: {error.strerror}; free space or change run_dir"
+        ) from error

@@ -1,0 +1,190 @@
+"""How a training runs on this machine: the Trainer, its callbacks, interruption and errors in one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+import kvpop_lightning
+from kvpop_lightning.config.schema import Config
+from kvpop_lightning.errors import Terminated, UserError
+from kvpop_lightning.training.callbacks import (
+    GracefulStop,
+    GradientNorm,
+    RandomState,
+    TrainingCheckpoint,
+    TrainingProgress,
+)
+
+_SHAPES_TRAINING = (
+    "base",
+    "max_steps",
+    "rows_per_step",
+    "accumulate",
+    "scorer_lr",
+    "scorer_lr_final",
+    "base_lr",
+    "warmup_steps",
+    "weight_decay",
+    "gradient_clip",
+    "precision",
+    "devices",
+)
+"""Fields of `trainer` that change the result; the others only say how it is run or reported."""
+
+
+def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -> str:
+    """Hex digest of everything that shapes a training: equal keys, equal policies."""
+    trainer = asdict(config.trainer)
+    described = {
+        "policy": asdict(config.policy),
+        "distill": asdict(config.distill),
+        "trainer": {name: trainer[name] for name in _SHAPES_TRAINING},
+        "seed": config.seed,
+        "data": data_fingerprint,
+        "base": base_fingerprint,
+        "version": kvpop_lightning.__version__,
+    }
+    return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def resolve_precision(config: Config, device: torch.device) -> str:
+    """`trainer.precision`, with `auto` = bfloat16 autocast where the base is trained on CUDA, else float32."""
+    if config.trainer.precision != "auto":
+        return config.trainer.precision
+    return "bf16-mixed" if config.trainer.base != "frozen" and device.type == "cuda" else "32-true"
+
+
+def build_trainer(
+    config: Config,
+    device: torch.device,
+    callbacks: list[pl.Callback],
+    *,
+    logger: Any,
+    precision: str,
+) -> pl.Trainer:
+    """A Trainer that runs `trainer.max_steps` steps where the model already is, and prints nothing of its own."""
+    accelerator: str = config.trainer.accelerator
+    if accelerator == "auto":
+        accelerator = "gpu" if device.type == "cuda" else "cpu"
+    devices: Any = config.trainer.devices
+    if accelerator == "gpu" and devices == 1 and device.index is not None:
+        devices = [device.index]
+    return pl.Trainer(
+        max_steps=config.trainer.max_steps,
+        accelerator=accelerator,
+        devices=devices,
+        strategy=config.trainer.strategy,
+        precision=precision,  # type: ignore[arg-type]
+        logger=logger or False,
+        log_every_n_steps=1 if config.trainer.fast_dev_run else config.trainer.log_every,
+        fast_dev_run=config.trainer.fast_dev_run,
+        callbacks=callbacks,
+        default_root_dir=config.run_dir,
+        enable_checkpointing=False,  # our own checkpoint callback: one file, atomic, at whole steps
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+
+
+def build_callbacks(config: Config, key: str) -> tuple[list[pl.Callback], TrainingCheckpoint, GracefulStop]:
+    """All callbacks in order; the graceful stop is last, when every other one has seen the step."""
+    folder = Path(config.run_dir) / "checkpoints" / config.policy.name
+    checkpoint = TrainingCheckpoint(folder, config.trainer.checkpoint_every, key)
+    stop = GracefulStop(checkpoint)
+    callbacks: list[pl.Callback] = [RandomState(), GradientNorm()]
+    if config.trainer.progress:
+        callbacks.append(
+            TrainingProgress(f"train {config.policy.name}", ("train/loss", "train/boundary_accuracy"))
+        )
+    return [*callbacks, checkpoint, stop], checkpoint, stop
+
+
+def checkpoint_to_resume(config: Config, checkpoint: TrainingCheckpoint) -> Path | None:
+    """The checkpoint of this very training, if there is one and `trainer.resume` allows it.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = checkpoint.path
+    if not config.trainer.resume or config.trainer.fast_dev_run or not path.exists():
+        return None
+    try:
+        stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        key, step = stored["settings_key"], stored["global_step"]
+    except Exception as error:
+        raise UserError(
+            f"cannot read the checkpoint {path} ({error}): delete it or set trainer.resume=false"
+        ) from error
+    if key != checkpoint.settings_key:
+        say(f"{path} was made with other settings, model or data: training starts anew")
+        return None
+    say(f"going on from step {step} ({path})")
+    return path
+
+
+def fit(
+    trainer: pl.Trainer, module: pl.LightningModule, source: Any, stop: GracefulStop, resume: Path | None
+) -> None:
+    """`trainer.fit` on a DataModule or a loader, with interruption as KeyboardInterrupt and CUDA memory exhaustion as one line.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C (`Terminated` for SIGTERM); the checkpoint of the last whole step is written.
+        UserError: out of GPU memory.
+    """
+    try:
+        with quiet_lightning():
+            data = {
+                "datamodule" if isinstance(source, pl.LightningDataModule) else "train_dataloaders": source
+            }
+            trainer.fit(module, ckpt_path=resume, weights_only=True, **data)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"out of GPU memory while training ({str(error).splitlines()[0]}): lower trainer.rows_per_step (and raise "
+            "trainer.accumulate), data.row_length or distill.kl_chunk, or use a smaller model"
+        ) from error
+    except SystemExit as error:  # how Lightning ends after a Ctrl-C that came outside a step
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt from error
+    if stop.received is not None and trainer.global_step < trainer.max_steps:
+        message = f"stopped after step {trainer.global_step}; the same command goes on from there"
+        raise Terminated(message) if stop.received == signal.SIGTERM else KeyboardInterrupt(message)
+
+
+def say(text: str) -> None:
+    """One line for the user, from the first process only."""
+    if pl.utilities.rank_zero_only.rank in (None, 0):
+        print(text, flush=True)
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Lightning's hints about hardware, workers and modules in eval mode are not for this library's users."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=".*eval mode.*")
+            warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
+            warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
