@@ -62,7 +62,9 @@ def retrofitted(
 ):
     """A tiny random model with a policy of `SCORERS`, scorers in the model's dtype (at least float32)."""
     model = tiny_model(family, kv_heads=2, group=group, seed=group)
-    options = {"decay": 0.8, "decay_step": 4, "width": 12, "memory_dim": 4, "value_dim": 6} | SCORERS[name] | more
+    options = (
+        {"decay": 0.8, "decay_step": 4, "width": 12, "memory_dim": 4, "value_dim": 6} | SCORERS[name] | more
+    )
     retrofit(model, budget or Budget(2, 5, 6), seed=3, **options)
     strengthen(model)
     return model.to(dtype)
@@ -110,7 +112,9 @@ def run_cache(model, ids: Tensor, mask: Tensor | None, size: int, **options: obj
     for start in range(0, ids.shape[1], size):
         stop = min(start + size, ids.shape[1])
         part_mask = None if mask is None else mask[:, :stop]
-        parts.append(model(ids[:, start:stop], attention_mask=part_mask, past_key_values=cache, use_cache=True).logits)
+        parts.append(
+            model(ids[:, start:stop], attention_mask=part_mask, past_key_values=cache, use_cache=True).logits
+        )
         assert all(layer.keys.shape[2] == model.kvpop.budget.total for layer in cache.layers)
     evictions = [cache.eviction_times(layer) for layer in range(len(cache.layers))]
     return Run(torch.cat(parts, dim=1), evictions)
@@ -163,7 +167,10 @@ def check_equal(model, ids, mask=None, sizes=(1, 7, 64), tolerance: float = 1e-4
             wrong = int((ours != theirs).sum())
             assert wrong == 0, f"chunk {size}, layer {layer}: {wrong} of {ours.numel()} eviction times differ"
         assert_close(
-            real_logits(cached.logits, mask), real_logits(parallel.logits, mask), tolerance, f"chunk {size}: logits"
+            real_logits(cached.logits, mask),
+            real_logits(parallel.logits, mask),
+            tolerance,
+            f"chunk {size}: logits",
         )
 
 
@@ -220,5 +227,7 @@ def check_free_running(parallel: Run, cached: Run, tolerance: float, row: int = 
                     f"layer {layer}, head {head}, query {query}: evicted token {token}, {margin:.2e} nats off"
                 )
     if first:
-        assert_close(cached.logits[row, :first], parallel.logits[row, :first], tolerance, "free-running logits")
+        assert_close(
+            cached.logits[row, :first], parallel.logits[row, :first], tolerance, "free-running logits"
+        )
     return Ties(decisions, near_ties, first)
