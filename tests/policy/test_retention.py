@@ -202,3 +202,6 @@ def test_builds_on_the_meta_device() -> None:
             policy = make(name)
             assert all(x.is_meta for x in policy.state_dict().values())
             assert policy.bytes_per_sequence() > 0
+            key = torch.empty(1, 3, 9, 64)
+            score = policy.score(0, key, key, None, position=None, document_ids=torch.zeros(1, 9).long())
+            assert score.shape == (1, 3, 9)

@@ -198,9 +198,9 @@ def test_float32_holds_over_6000_tokens(forget: float, packed: bool) -> None:
         torch.testing.assert_close(h64[:, :, second:], exact, rtol=1e-8, atol=1e-8)
     error = (h32.double() - h64).abs() / (1 + h64.abs())
     for rows in (slice(4000, second), slice(second, None)):
-        assert error[:, :, rows].median() < 3e-6
+        assert error[:, :, rows].median() < 5e-7
         # Rows whose normaliser nearly cancels are ill-conditioned in any form.
-        assert error[:, :, rows].quantile(0.99) < 2e-4
+        assert error[:, :, rows].quantile(0.99) < 5e-5
 
 
 def test_extreme_gates_stay_finite() -> None:

@@ -10,12 +10,20 @@ so the scorers of all layers can be concatenated along it and run as one with `t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 INPUTS = ("kv", "hidden", "kv_hidden")
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Switches autocast off where the device knows it (the meta device does not)."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class Tokens(NamedTuple):
@@ -111,7 +119,7 @@ class Scorer(nn.Module, ABC):
             hidden = (
                 (hidden if hidden.dim() == 4 else hidden[:, None]).detach() if self.needs_hidden else None
             )
-        with torch.autocast(key.device.type, enabled=False):
+        with full_precision(key.device):
             score = self.score_rows(key.detach(), value.detach(), hidden, position, document_ids)
         if document_ids is not None:
             score = torch.where((document_ids >= 0)[:, None], score, torch.zeros_like(score))
@@ -133,7 +141,7 @@ class Scorer(nn.Module, ABC):
             was absorbed (arbitrary, but finite, where either is not valid); and the new state (the given one
             is not changed).
         """
-        with torch.autocast(new.key.device.type, enabled=False):
+        with full_precision(new.key.device):
             return self.score_step(state, new, waiting)
 
     @abstractmethod
