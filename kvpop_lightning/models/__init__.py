@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpop_lightning.models.attend import ATTENTION_NAME
 from kvpop_lightning.models.context import LayerObservation
+from kvpop_lightning.models.known import build_on_meta
 from kvpop_lightning.models.modes import dense, observe, replay
 from kvpop_lightning.models.persist import load, save
 from kvpop_lightning.models.retrofit import is_retrofitted, retrofit, unretrofit
@@ -14,6 +15,7 @@ from kvpop_lightning.models.tiny import tiny_model, tiny_tokenizer
 __all__ = [
     "ATTENTION_NAME",
     "LayerObservation",
+    "build_on_meta",
     "dense",
     "is_retrofitted",
     "load",

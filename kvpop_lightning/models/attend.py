@@ -100,13 +100,11 @@ def _parallel(
             segments=call.segments,
         )
     for observer in call.mode.observers:
-        seen: list[Tensor | None] = [query, key, value, hidden, score, priority]
+        seen: list[Any] = [query, key, value, hidden, score, priority]
         if not observer.gradients:
             seen = [None if tensor is None else tensor.detach() for tensor in seen]
         q, k, v, x, r, p = seen
-        assert (
-            q is not None and k is not None and v is not None and x is not None and call.position is not None
-        )
+        assert call.position is not None
         observer.callback(
             LayerObservation(
                 layer,
