@@ -227,9 +227,7 @@ def make_blocks(config: DataConfig, renderer: ChatRenderer, split: str) -> Block
     """Blocks of a split for the configured source."""
     if config.source == "procedural":
         return ProceduralBlocks(config, renderer, split)
-    if config.source in ("jsonl", "parquet"):
-        return FileBlocks(config, renderer, split)
-    raise UserError(f"data.source must be procedural, jsonl or parquet, got {config.source!r}")
+    return FileBlocks(config, renderer, split)
 
 
 def source_identity(config: DataConfig) -> dict[str, Any]:
@@ -242,6 +240,8 @@ def source_identity(config: DataConfig) -> dict[str, Any]:
             "max_document_tokens": config.max_document_tokens,
             "reasoning_gym": reasoning.package_version(),
         }
+    if config.source not in ("jsonl", "parquet"):
+        raise UserError(f"data.source must be procedural, jsonl or parquet, got {config.source!r}")
     identity: dict[str, Any] = {"files": file_hashes(find_files(config.path, "data.path"))}
     if config.eval_path is not None:
         identity["eval_files"] = file_hashes(find_files(config.eval_path, "data.eval_path"))

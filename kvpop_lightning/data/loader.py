@@ -43,12 +43,13 @@ class RowLoader(DataLoader[Batch]):
         # A generator: nothing moves before the first batch is asked for, whoever calls iter() and how often.
         self.source.begin()
         for batch in super().__iter__():
-            self.position.rows_consumed += self.source.rows_of_step
-            if isinstance(self.source, StreamingRows):
-                self.position.cursor = int(batch["row"][-1])
-                self.position.skip = (
-                    self.source.world_size - 1 - self.source.rank
-                ) * self.source.rows_per_step
+            source = self.source
+            if isinstance(source, StreamingRows):
+                # The rows of the processes after this one belong to the same step and follow this batch.
+                others = (source.world_size - 1 - source.rank) * source.rows_per_step
+                self.position.advance(source.rows_of_step, cursor=int(batch["row"][-1]), skip=others)
+            else:
+                self.position.advance(source.rows_of_step)
             yield batch
 
     # Lightning asks for these before it believes that a loader can resume in the middle of an epoch. The

@@ -144,8 +144,15 @@ class PackedMathDataModule(LightningDataModule):
         return 0, 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Fingerprint, seed, epoch and rows consumed by finished steps."""
-        return self.position.state_dict()
+        """Fingerprint, seed, epoch and rows consumed by finished steps.
+
+        A checkpoint written because a step failed must give that step's batch again.
+        """
+        unfinished = False
+        if self.trainer is not None:
+            steps: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+            unfinished = steps.ready > steps.processed
+        return self.position.state_dict(unfinished=unfinished)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes back to a saved position.

@@ -15,6 +15,8 @@ from torch.utils.data import Sampler
 
 from kvpop_lightning.errors import UserError
 
+_PLACE = ("epoch", "rows_consumed", "cursor", "skip")
+
 
 @dataclass
 class Position:
@@ -30,9 +32,22 @@ class Position:
     cursor: int = -1
     skip: int = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position as plain values."""
-        return dict(self.__dict__)
+    def __post_init__(self) -> None:
+        self._before = self._place()
+
+    def _place(self) -> dict[str, int]:
+        return {key: getattr(self, key) for key in _PLACE}
+
+    def advance(self, rows: int, *, cursor: int = -1, skip: int = 0) -> None:
+        """A batch was handed out: `rows` rows over all processes."""
+        self._before = self._place()
+        self.rows_consumed += rows
+        self.cursor, self.skip = cursor, skip
+
+    def state_dict(self, *, unfinished: bool = False) -> dict[str, Any]:
+        """The position as plain values; `unfinished`: the last batch handed out does not count yet."""
+        place = self._before if unfinished else self._place()
+        return {"fingerprint": self.fingerprint, "seed": self.seed, "mode": self.mode, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes back to a saved position.
@@ -51,8 +66,9 @@ class Position:
                 raise UserError(
                     f"the checkpoint read its rows with {key}={state[key]}, now it is {getattr(self, key)}"
                 )
-        for key in ("epoch", "rows_consumed", "cursor", "skip"):
+        for key in _PLACE:
             setattr(self, key, int(state[key]))
+        self._before = self._place()
 
 
 class RowBatchSampler(Sampler[list[int]]):

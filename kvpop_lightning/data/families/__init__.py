@@ -126,12 +126,21 @@ def problem_of_length(
     tokens_large = count(generate(name, seed, large, level=level))
     per_step = max(1.0, (tokens_large - tokens_small) / (large - small))
     size = max(small, round(small + (min_tokens - tokens_small) / per_step))
-    while True:
+    best: Problem | None = None
+    tried: dict[int, int] = {}
+    # Wording varies with the size, so the length is not quite monotone: a few corrections, then the best.
+    while best is None or (len(tried) < 8 and size not in tried):
         problem = generate(name, seed, size, level=level)
-        missing = min_tokens - count(problem)
-        if missing <= 0:
-            return problem
-        size += max(1, int(missing / per_step))
+        tokens = tried[size] = count(problem)
+        per_step = max(1.0, (tokens - tokens_small) / (size - small)) if size > small else per_step
+        surplus = tokens - min_tokens
+        if surplus >= 0 and tokens == min(n for n in tried.values() if n >= min_tokens):
+            best = problem
+        if 0 <= surplus <= 1.5 * per_step:
+            break
+        size -= max(1, int(surplus / per_step)) if surplus > 0 else -max(1, int(-surplus / per_step))
+    assert best is not None
+    return best
 
 
 def _smallest(

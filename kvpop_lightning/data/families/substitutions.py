@@ -55,8 +55,9 @@ def write(script: Script, rng: random.Random, size: int, level: int) -> None:
     for index, x in enumerate(people):
         kind = "known" if index < 2 else rng.choice(("more", "fewer", "both", "more"))
         high = (500, 900, 3000)[level - 1]
-        script.draw(f"clue {x}", rng, range(150, high) if kind == "known" else range(3, 95) if kind != "both" else
-                    range(160, 260))  # fmt: skip
+        script.draw(
+            f"clue {x}", rng, {"known": range(150, high), "both": range(160, 260)}.get(kind, range(3, 95))
+        )
         a, b = rng.sample(people[:index], 2) if index >= 2 else ("", "")
         kinds[x] = (kind, a, b)
         clues.append(

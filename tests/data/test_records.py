@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvpop_lightning.data.documents import Document
+from kvpop_lightning.data.records import find_files, messages_of, read_documents
+from kvpop_lightning.errors import UserError
+
+GOOD = {
+    "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4, naïve 数 🙂"}]
+}
+PAIR = {"problem": "1 + 1?", "solution": "2"}
+
+
+def write(path, rows):
+    path.write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows))
+    return path
+
+
+def test_jsonl_both_layouts_and_non_ascii(tmp_path):
+    file = write(tmp_path / "a.jsonl", [GOOD, b"", {**PAIR, "metadata": None, "messages": None}])
+    documents = list(read_documents([file], "jsonl", "error", Counter()))
+    assert [d.origin for d in documents] == ["a.jsonl:1", "a.jsonl:3"]
+    assert documents[0].messages[1]["content"] == "4, naïve 数 🙂"
+    assert [m["role"] for m in documents[1].messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "words"),
+    [
+        ({"problem": "x"}, "missing_field", "missing field 'solution'"),
+        ({"question": "x"}, "missing_field", "missing field 'problem'"),
+        ({"messages": []}, "empty_messages", "`messages` is empty"),
+        ({"messages": "hello"}, "wrong_type", "`messages` is a str"),
+        ({"messages": [{"role": "user"}]}, "missing_field", r"messages\[0\] needs"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown_role", "role 'robot'"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no_assistant", "no message of the assistant"),
+        ({"problem": 3, "solution": "x"}, "wrong_type", "problem is a int"),
+        ({"problem": "x", "solution": "  "}, "empty_text", "solution is empty"),
+        ({"problem": "x\ud800", "solution": "y"}, "not_unicode", "surrogate"),
+        ([1, 2], "not_an_object", "list"),
+        (b"{not json", "not_json", "not JSON"),
+        (b'{"problem": "\xff"}', "not_utf8", "not UTF-8 at byte"),
+    ],
+)
+def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, row, reason, words):
+    file = write(tmp_path / "bad.jsonl", [GOOD, row, PAIR])
+    with pytest.raises(UserError, match=rf"bad\.jsonl:2: .*{words}.*data\.on_bad_row=skip"):
+        list(read_documents([file], "jsonl", "error", Counter()))
+    counts: Counter[str] = Counter()
+    assert len(list(read_documents([file], "jsonl", "skip", counts))) == 2
+    assert counts == {"rows": 3, f"bad_row_{reason}": 1}
+
+
+def test_parquet(tmp_path):
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    table = pa.table({"messages": pa.array([GOOD["messages"], []], messages), "extra": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(pa.table({"problem": ["p"], "solution": ["s"]}), tmp_path / "b.parquet")
+    files = find_files(str(tmp_path / "*.parquet"), "data.path")
+    with pytest.raises(UserError, match=r"a\.parquet row 2: `messages` is empty"):
+        list(read_documents(files, "parquet", "error", Counter()))
+    documents = list(read_documents(files, "parquet", "skip", Counter()))
+    assert [d.origin for d in documents] == ["a.parquet:1", "b.parquet:1"]
+    assert list(documents[0].messages) == GOOD["messages"]
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match=r"c\.parquet row 1: missing field `messages`.*its columns are text"):
+        list(read_documents([tmp_path / "c.parquet"], "parquet", "skip", Counter()))
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    write(tmp_path / "blank.jsonl", [b"", b"  "])
+    (tmp_path / "no.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(UserError, match=r"data\.path is not set"):
+        find_files(None, "data.path")
+    with pytest.raises(UserError, match=r"data\.path: no file matches '.*absent"):
+        find_files(str(tmp_path / "absent*.jsonl"), "data.path")
+    with pytest.raises(UserError, match=r"empty\.jsonl is empty"):
+        find_files(str(tmp_path / "empty.jsonl"), "data.path")
+    with pytest.raises(UserError, match="is not a file"):
+        find_files(str(tmp_path), "data.path")
+    with pytest.raises(UserError, match=r"blank\.jsonl holds no rows"):
+        list(read_documents([tmp_path / "blank.jsonl"], "jsonl", "skip", Counter()))
+    with pytest.raises(UserError, match=r"no\.parquet is not a readable Parquet file"):
+        list(read_documents([tmp_path / "no.parquet"], "parquet", "error", Counter()))
+
+
+def test_documents_are_split_by_the_problem():
+    def document(problem, solution):
+        return Document(tuple(messages_of({"problem": problem, "solution": solution})), "o", "f")
+
+    a, b = document("What is  1 + 1?", "2"), document("What is 1 + 1?\n", "The answer is 2.")
+    assert a.problem_hash == b.problem_hash
+    assert a.hash != b.hash
+    shares = [document(f"problem {i}", "s").for_evaluation for i in range(2000)]
+    assert 0.07 < sum(shares) / len(shares) < 0.13
