@@ -24,6 +24,12 @@ class Shape:
     head_dim: int
     hidden_size: int
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers of {self.num_heads} KV heads of size {self.head_dim} "
+            f"(hidden size {self.hidden_size})"
+        )
+
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The attention module of every layer, in order.

@@ -63,9 +63,14 @@ def before_decoder(
                 raise ValueError(
                     "replay and observe work on the parallel forward: call the model with use_cache=False"
                 )
-            position_ids = cache.begin(
-                batch, length, mask, _positions(call, batch, length), policy=runtime.policy
-            )
+            document_ids = call.pop("document_ids", None)
+            if document_ids is not None and bool(document_ids.any()):
+                raise ValueError(
+                    "document_ids say that rows are packed or padded, but a BoundedCache holds one "
+                    "document per row: "
+                    "call the model with use_cache=False, or give documents as rows with an attention_mask"
+                )
+            position_ids = cache.begin(batch, length, mask, call.get("position_ids"), policy=runtime.policy)
             context = ForwardContext(runtime.policy, runtime.mode, cache=cache)
             for name in CACHE_KEYWORDS:
                 call.pop(name, None)

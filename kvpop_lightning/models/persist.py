@@ -53,13 +53,13 @@ def save(model: Any, path: str | Path, *, base_weights: bool | None = None, **kw
         raise UserError(f"{path} is a file, save_pretrained needs a folder: choose another path")
     runtime = runtime_of(model)
     policy = runtime.policy
-    weights = {
-        name: tensor.detach().cpu().contiguous().clone() for name, tensor in policy.state_dict().items()
-    }
     if any(tensor.is_meta for tensor in policy.state_dict().values()):
         raise ValueError(
             "this model lies on the meta device and has no weights to save: load real weights first"
         )
+    weights = {
+        name: tensor.detach().cpu().contiguous().clone() for name, tensor in policy.state_dict().items()
+    }
     if base_weights is None:
         base_weights = not is_unchanged(model, runtime.base)
     description = {

@@ -9,14 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvpop_lightning.baselines import available, build_policy, get
 from kvpop_lightning.cache import BoundedCache
 from kvpop_lightning.models.attend import ATTENTION_NAME
 from kvpop_lightning.models.compat import CACHE_KEYWORDS, cache_keyword
 from kvpop_lightning.models.context import RUNTIME, Runtime, decoder_of, runtime_of
-from kvpop_lightning.models.families import attention_modules, shape_of
+from kvpop_lightning.models.families import Shape, attention_modules, shape_of
 from kvpop_lightning.models.fingerprint import base_record
 from kvpop_lightning.models.hooks import install, remove
 from kvpop_lightning.policy.budget import Budget
@@ -73,11 +73,11 @@ def retrofit(
     device = next(model.parameters()).device
     if isinstance(policy, RetentionPolicy):
         made = policy
-        if tuple(made.decay.shape) != (shape.num_layers, shape.num_heads):
+        first = made.layer_scorer(0)
+        fits = Shape(len(made.scorers), first.num_heads, first.head_dim, first.hidden_size)
+        if fits != shape:
             raise ValueError(
-                f"this policy is for {made.decay.shape[0]} layers of {made.decay.shape[1]} KV heads, the "
-                "model has "
-                f"{shape.num_layers} of {shape.num_heads}: use the model it was made for"
+                f"this policy was made for {fits}, the model has {shape}: use the model it was made for"
             )
     else:
         if budget is None:
@@ -164,6 +164,24 @@ class Retrofitted:
     """Mixed into the model's own class: generation on a bounded cache, saving with the policy, copies that
     work.
     """
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The library's `generate` on a BoundedCache; refuses a mask that does not cover the prompt."""
+        prompt, mask = inputs if inputs is not None else kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if (
+            isinstance(prompt, Tensor)
+            and isinstance(mask, Tensor)
+            and mask.dim() == 2
+            and mask.shape != prompt.shape
+        ):
+            # The library drops a mask of ones unread, whatever its length.
+            raise ValueError(
+                f"attention_mask must be {list(prompt.shape)} like the prompt, got {list(mask.shape)}: "
+                "pass the mask that "
+                "the tokenizer returned with it"
+            )
+        parent: Any = super()
+        return parent.generate(inputs, *args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
