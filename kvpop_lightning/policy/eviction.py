@@ -48,8 +48,8 @@ def _eviction_time_parallel(priority: Tensor, budget: Budget, layout: DocumentLa
         return torch.full(priority.shape, NEVER, dtype=torch.int64, device=priority.device)
     order = competition_order(priority, layout, budget.sink)
     rank = torch.arange(length, device=priority.device).expand_as(order)
-    first_rank = (layout.ordinal - layout.position).unsqueeze(1).expand_as(order).gather(-1, order)
-    begin = torch.minimum(first_rank, rank)
+    # A document's ranks begin at the ordinal of its first token.
+    begin = (layout.ordinal - layout.position).unsqueeze(1).expand_as(order).gather(-1, order)
     evictor = kth_smallest_in_range(order, begin, rank, budget.topk).clamp(max=length - 1)
     last_to_leave = torch.maximum(evictor, order)
     after_window = layout.later(budget.window).unsqueeze(1).expand_as(order)

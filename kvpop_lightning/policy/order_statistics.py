@@ -112,8 +112,7 @@ def kth_best_of_prefixes(priority: Tensor, k: int, sink: int, layout: DocumentLa
     rank = inverse_permutation(order)
     if layout.packed:  # the prefix must hold real tokens only: close the gaps that padding leaves
         rank = rank.gather(-1, layout.row_at.unsqueeze(1).expand_as(rank))
-    end = layout.ordinal + 1
-    begin = torch.minimum(layout.ordinal - layout.position + sink, end)
+    begin, end = layout.ordinal - layout.position, layout.ordinal + 1  # sinks rank last: they need no cut
     best = kth_smallest_in_range(rank, begin.unsqueeze(1), end.unsqueeze(1), k)
     enough = layout.real & (layout.position - sink + 1 >= k)
     row = order.gather(-1, best.clamp(max=order.shape[-1] - 1))

@@ -116,7 +116,7 @@ def _future_log_mass(
     shape = _grouped_shape(query, key)
     log_mass = torch.full(shape, -math.inf, dtype=compute_dtype(query), device=query.device)
     normalizer = normalizer.detach().to(log_mass).view(shape)
-    # Padding has -inf: as +inf it gives nothing instead of NaN.
+    # A query that saw nothing has -inf: as +inf it adds nothing, instead of infinite mass.
     normalizer = normalizer.masked_fill(normalizer == -math.inf, math.inf)
     for strip in logit_strips(query, key, layout, lags=(window,), scale=scale, max_elements=max_elements):
         strip.logits.sub_(normalizer[..., strip.first : strip.stop, None])

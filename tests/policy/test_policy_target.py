@@ -110,11 +110,13 @@ def packed_ids(length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("length", [63, 129, 300])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packing", ["one document", "documents", "documents and padding"])
 @pytest.mark.parametrize("max_elements", [1, 40_000, None])
-def test_float32_strips_agree_with_float64(length: int, packed: bool, max_elements: int | None) -> None:
+def test_float32_strips_agree_with_float64(length: int, packing: str, max_elements: int | None) -> None:
     query, key = draw_qk(length, 2, 9, 3, length, 60, torch.float32)
-    ids = packed_ids(length) if packed else None
+    ids = None if packing == "one document" else packed_ids(length)
+    if packing == "documents":  # strips that no padding keeps from skipping masks
+        ids = torch.tensor([[0] * 25 + [1] * (length - 25), [0] * 5 + [1] * (length - 23) + [2] * 18])
     generator = torch.Generator().manual_seed(1)
     sparse = torch.randn(2, 9, length, generator=generator) + 3
     for normalizer in (None, sparse):
@@ -230,6 +232,16 @@ def test_sparse_normalizer_inflates_and_is_not_clamped() -> None:
     inflated, _ = future_attention_target(query, key, window=4, document_ids=ids, normalizer=normalizer)
     assert (inflated >= plain - 1e-9).all()
     assert float(inflated.max()) > 0  # more than the whole attention of a query
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_a_query_that_saw_nothing_adds_nothing(backend: str) -> None:
+    query, key = draw_qk(14, 1, 2, 1, 30, 4)
+    normalizer = dense_log_normalizer(query, key)
+    normalizer[:, :, 20] = -math.inf
+    target, valid = future_attention_target(query, key, window=3, normalizer=normalizer, backend=backend)
+    assert torch.isfinite(target).all()
+    assert (target[valid] <= 0).all()
 
 
 def test_dense_log_normalizer() -> None:
