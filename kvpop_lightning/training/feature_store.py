@@ -1,4 +1,6 @@
-"""Features of training rows on disk: one safetensors file per row and part, written atomically, read by memory map."""
+"""Features of training rows on disk: one safetensors file per row and part, written atomically, read by
+memory map.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,8 @@ class FeatureStore:
             if no_space or code in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
                 reason = "no space left" if no_space else os.strerror(code or 0)
                 raise UserError(
-                    f"cannot write features to {self.folder}: {reason}; free space or set trainer.feature_cache_dir "
-                    "to another disk"
+                    f"cannot write features to {self.folder}: {reason}; free space or set "
+                    "trainer.feature_cache_dir to another disk"
                 ) from error
             raise
 

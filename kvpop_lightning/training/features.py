@@ -1,4 +1,5 @@
-"""What the scorers learn from, computed once per row: the frozen base's keys, values and the future-attention target.
+"""What the scorers learn from, computed once per row: the frozen base's keys, values and the future-attention
+target.
 
 With a frozen base nothing but the scorers changes, so one dense forward per row serves the whole training
 (AMENDMENTS 2): everything here comes from the dense forward, with the dense normaliser.
@@ -28,8 +29,9 @@ from kvpop_lightning.training.progress import ProgressLine
 class FeatureRequest:
     """What is wanted of a row.
 
-    `window` and `aggregation` shape the target only (METHOD.md section 3); `hidden` adds the tensor that q_proj reads;
-    `topk` > 0 adds the teacher's top-K distribution at every position; `target = False` leaves the target out.
+    `window` and `aggregation` shape the target only (METHOD.md section 3); `hidden` adds the tensor that
+    q_proj reads; `topk` > 0 adds the teacher's top-K distribution at every position; `target = False` leaves
+    the target out.
     """
 
     window: int
@@ -60,9 +62,9 @@ def dense_features(model: Any, batch: Batch, request: FeatureRequest) -> Feature
         batch: as the DataModule yields it, on the model's device.
 
     Returns:
-        `key`, `value` [B, L, Hkv, T, D] in the model's dtype (keys after RoPE), `target` float32 and `valid` bool
-        [B, L, Hkv, T] (nats; METHOD.md section 3), `hidden` [B, L, T, Hid] if requested, `position`, `document_ids`
-        [B, T], and with `topk` `log_probs`, `ids` [B, T, K] and `rest` [B, T].
+        `key`, `value` [B, L, Hkv, T, D] in the model's dtype (keys after RoPE), `target` float32 and `valid`
+        bool [B, L, Hkv, T] (nats; METHOD.md section 3), `hidden` [B, L, T, Hid] if requested, `position`,
+        `document_ids` [B, T], and with `topk` `log_probs`, `ids` [B, T, K] and `rest` [B, T].
     """
     layers: list[Features] = []
 
@@ -172,7 +174,8 @@ class FeatureCache:
         return found
 
     def fill(self, rows_data: Any, rows: Sequence[int], *, batch_rows: int = 1, progress: bool = True) -> int:
-        """Compute what is missing of `rows`; an interrupted call goes on where it stopped. Returns rows computed.
+        """Compute what is missing of `rows`; an interrupted call goes on where it stopped. Returns rows
+        computed.
 
         Args:
             rows_data: data set with `rows_data[row] -> dict` as the DataModule's rows.
@@ -211,13 +214,14 @@ class FeatureCache:
         limit = self.limit_gb * 1e9
         if progress:
             print(
-                f"features of {len(missing)} rows: {wanted / 1e6:.0f} MB to add in {self.root} ({held / 1e6:.0f} MB there)"
+                f"features of {len(missing)} rows: {wanted / 1e6:.0f} MB to add in {self.root} "
+                f"({held / 1e6:.0f} MB there)"
             )
         if wanted + held > limit:
             raise UserError(
                 f"features need {wanted / 1e9:.2f} GB beside the {held / 1e9:.2f} GB in {self.root}, over "
-                f"trainer.feature_cache_limit_gb={self.limit_gb:g}: raise it, lower data.train_rows, or delete old "
-                "features there"
+                f"trainer.feature_cache_limit_gb={self.limit_gb:g}: raise it, lower data.train_rows, or "
+                "delete old features there"
             )
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.models import retrofit
 from kvpop_lightning.models.fingerprint import base_fingerprint
 from kvpop_lightning.policy import Budget
+from kvpop_lightning.tracking.lightning_logger import RunLogger
+from kvpop_lightning.tracking.mlflow_run import current_run
 from kvpop_lightning.training.callbacks import GracefulStop, TrainingCheckpoint
 from kvpop_lightning.training.feature_store import Features
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest, dense_features
@@ -67,20 +68,21 @@ def train(
 ) -> TrainResult:
     """Trains `config.policy` and saves it to `<run_dir>/policy/<policy name>/`.
 
-    A finished training with the same settings, data and base weights is not repeated; an interrupted one goes on from its last
-    step (`trainer.resume`). With a frozen base the rows' features are computed once and cached; several policies trained on
-    one model share them.
+    A finished training with the same settings, data and base weights is not repeated; an interrupted one goes
+    on from its last step (`trainer.resume`). With a frozen base the rows' features are computed once and
+    cached; several policies trained on one model share them.
 
     Args:
         config: resolved configuration.
-        model, tokenizer: a loaded base, to share it between trainings; retrofitted in place (an earlier policy on it is
-            replaced). None = `config.model`.
+        model, tokenizer: a loaded base, to share it between trainings; retrofitted in place (an earlier
+            policy on it is replaced). None = `config.model`.
         data: a prepared DataModule with `train_rows` and `fingerprint`; None = `config.data`.
         logger: a Lightning logger; None = that of `run`, if given.
-        run: an open `tracking.TrackedRun`, for the summary metrics and the policy as an artifact.
+        run: an open `tracking.TrackedRun`; None = the innermost one open in this process, if any.
 
     Raises:
-        UserError: nothing to train, data or model missing, no space, out of memory: one line that says what to change.
+        UserError: nothing to train, data or model missing, no space, out of memory: one line that says what
+            to change.
         KeyboardInterrupt: interrupted; the checkpoint is written.
     """
     started = time.monotonic()
@@ -88,14 +90,14 @@ def train(
     if model is None:
         from kvpop_lightning.models.sources import load_model
 
-        model, tokenizer = load_model(_model_config(config))
+        model, tokenizer = load_model(_model_config(config), train_base=config.trainer.base != "frozen")
     if data is None:
         data = _data(config, tokenizer)
     model = retrofit(model, Budget(**asdict(config.policy.budget)), **_policy_options(config))
     if config.trainer.base == "frozen" and not any(True for _ in model.kvpop.parameters()):
         raise UserError(
-            f"policy={config.policy.name} has no parameters, and trainer.base=frozen: nothing to train; choose a learned policy "
-            "(policy=mlp, policy=mlstm) or trainer.base=full"
+            f"policy={config.policy.name} has no parameters, and trainer.base=frozen: nothing to train; "
+            "choose a learned policy (policy=kvpop_mlp, policy=kvpop_mlstm) or trainer.base=full"
         )
     fingerprint = str(data.fingerprint)
     key = settings_key(config, fingerprint, base_fingerprint(model))
@@ -106,9 +108,8 @@ def train(
         return TrainResult(folder, finished["metrics"], reused=True, steps=finished["steps"])
 
     callbacks, checkpoint, stop = build_callbacks(config, key)
+    run = run if run is not None else current_run()
     if logger is None and run is not None:
-        from kvpop_lightning.tracking.lightning_logger import RunLogger
-
         logger = RunLogger(run)
     job = _Job(config, model, data, fingerprint, callbacks, checkpoint, stop, logger)
     metrics = job.run()
@@ -122,7 +123,11 @@ def train(
             _save(model, folder, record)
         job.trainer.strategy.barrier()
         if run is not None:
-            run.log_metrics({f"final/{n}": v for n, v in metrics.items()}, step=job.trainer.global_step)
+            summary = {n.removeprefix("final_"): v for n, v in metrics.items() if n.startswith("final_")}
+            run.log_metrics(
+                {f"final/{n}": v for n, v in {**summary, "seconds": seconds}.items()},
+                step=job.trainer.global_step,
+            )
     return TrainResult(path, metrics, steps=job.trainer.global_step, seconds=seconds)
 
 
@@ -214,7 +219,8 @@ class _Job:
 
 
 def _model_config(config: Config) -> Any:
-    # A base that is trained keeps float32 weights under autocast: bfloat16 cannot hold steps of 1e-5 of a weight.
+    # A base that is trained keeps float32 weights under autocast: bfloat16 cannot hold steps of 1e-5 of a
+    # weight.
     if config.trainer.base != "frozen" and config.model.dtype == "auto":
         return replace(config.model, dtype="float32")
     return config.model

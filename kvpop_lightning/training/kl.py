@@ -1,7 +1,9 @@
-"""Distillation and language-model losses over a large vocabulary, a chunk of positions at a time (METHOD.md, section 4).
+"""Distillation and language-model losses over a large vocabulary, a chunk of positions at a time (METHOD.md,
+section 4).
 
-Nothing here builds `[B, T, V]` logits: the output head runs on `chunk` supervised positions at a time, and with
-gradients each chunk is recomputed in the backward pass, so the peak is a few `[chunk, V]` buffers whatever T is.
+Nothing here builds `[B, T, V]` logits: the output head runs on `chunk` supervised positions at a time, and
+with gradients each chunk is recomputed in the backward pass, so the peak is a few `[chunk, V]` buffers
+whatever T is.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Head = Callable[[Tensor], Tensor]
 def supervised_positions(loss_mask: Tensor, document_ids: Tensor) -> Tensor:
     """Positions whose next-token prediction is supervised.
 
-    Position i counts iff token i+1 lies in the same document and is in the loss mask; padding (document id -1) never.
+    Position i counts iff token i+1 lies in the same document and is in the loss mask; padding (document id
+    -1) never.
 
     Args:
         loss_mask: bool [B, T], True where the token itself is a supervised target.
@@ -54,7 +57,8 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 def _split_rest(logits_NV: Tensor, ids_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the chosen tokens and of all others together.
 
-    The others' mass is a log-sum-exp with the chosen entries masked out; log(1 - sum) is NaN on confident rows.
+    The others' mass is a log-sum-exp with the chosen entries masked out; log(1 - sum) is NaN on confident
+    rows.
     """
     normaliser = torch.logsumexp(logits_NV, -1, keepdim=True)
     chosen = logits_NV.gather(-1, ids_NK) - normaliser
@@ -116,7 +120,8 @@ def _total(pieces: list[Tensor], hidden: Tensor) -> Tensor:
 
 
 def kl_to_top_logits(hidden: Tensor, head: Head, teacher: TopLogits, *, chunk: int = 256) -> Tensor:
-    """Forward KL(teacher || student) on the teacher's top-K tokens with one bucket for the rest, summed over positions.
+    """Forward KL(teacher || student) on the teacher's top-K tokens with one bucket for the rest, summed over
+    positions.
 
     Args:
         hidden: student's normalised last hidden states [N, Hid] at the supervised positions.
@@ -125,7 +130,8 @@ def kl_to_top_logits(hidden: Tensor, head: Head, teacher: TopLogits, *, chunk: i
         chunk: positions per piece.
 
     Returns:
-        scalar, nats, a lower bound of the full KL (equal at K = V); gradients reach `hidden` and the head's weights.
+        scalar, nats, a lower bound of the full KL (equal at K = V); gradients reach `hidden` and the head's
+        weights.
     """
     pieces = [
         _run(_kl_piece, h, head, log_p, ids, rest)
@@ -156,7 +162,7 @@ def kl_full(
 def kl_sum(
     hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, *, topk: int, chunk: int = 256
 ) -> Tensor:
-    """KL of two models' last hidden states, summed over the N positions; `topk = 0` (or >= V) is the full KL."""
+    """KL from two models' hidden states, summed over the N positions; `topk = 0` (or >= V) is the full KL."""
     if len(hidden):
         with torch.no_grad():
             vocabulary = teacher_head(teacher_hidden[:1]).shape[-1]

@@ -1,4 +1,6 @@
-"""Batches in an order that depends on the seed and the step number only, so that a resumed run sees the same rows."""
+"""Batches in an order that depends on the seed and the step number only, so that a resumed run sees the same
+rows.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from kvpop_lightning.training.forward import Batch, collate
 class StepLoader:
     """One batch per optimiser step and process, for exactly `steps` steps, over a data set of any length.
 
-    Rows come in a fresh random order every pass; passes follow each other without a gap. Its position is part of Lightning's
-    checkpoint, and its length is known, so nothing is fetched ahead or skipped on resume.
+    Rows come in a fresh random order every pass; passes follow each other without a gap. Its position is part
+    of Lightning's checkpoint, and its length is known, so nothing is fetched ahead or skipped on resume.
 
     Args:
         rows: data set, `rows[i] -> dict` of tensors without batch dimension.
         steps: optimiser steps in all.
         rows_per_batch: rows of one process in one step, all micro-batches together.
         seed: of the order.
-        process: gives (rank, world size); asked when rows are drawn, since a Trainer knows them only after its start.
+        process: gives (rank, world size); asked when rows are drawn, since a Trainer knows them only after
+            its start.
     """
 
     def __init__(

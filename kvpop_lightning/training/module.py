@@ -1,8 +1,9 @@
-"""What all training modules share: micro-batches with globally counted means, clipping per group, schedule, checkpoints.
+"""What all training modules share: micro-batches with globally counted means, clipping per group, schedule,
+checkpoints.
 
-Optimisation is manual because a loss that is a mean over everything one optimiser step sees must know that count
-before the first micro-batch runs backward (AMENDMENTS 9): with Lightning's own accumulation each micro-batch would count
-equally however many positions it holds.
+Optimisation is manual because a loss that is a mean over everything one optimiser step sees must know that
+count before the first micro-batch runs backward (AMENDMENTS 9): with Lightning's own accumulation each
+micro-batch would count equally however many positions it holds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from kvpop_lightning.config.schema import TrainerConfig
 from kvpop_lightning.errors import UserError
-from kvpop_lightning.training.callbacks.gradient_norm import group_parameters
+from kvpop_lightning.training.callbacks.gradient_norm import group_parameters, logs_step
 from kvpop_lightning.training.forward import Batch
 from kvpop_lightning.training.schedule import build_optimizer, parameter_groups
 
@@ -28,8 +29,8 @@ Metrics = dict[str, Tensor]
 
 
 class TrainingModule(pl.LightningModule):
-    """Base of the training modules. One batch of the loader is one optimiser step of one process: `accumulate`
-    micro-batches of `rows_per_step` rows.
+    """Base of the training modules. One batch of the loader is one optimiser step of one process:
+    `accumulate` micro-batches of `rows_per_step` rows.
 
     Args:
         config: learning rates, clipping, accumulation.
@@ -43,7 +44,7 @@ class TrainingModule(pl.LightningModule):
             False  # a frozen base is not in the checkpoint; `on_load_checkpoint` checks what must be
         )
 
-    # What a subclass says ---------------------------------------------------------------------------------------
+    # What a subclass says -----------------------------------------------------------------------------------
 
     def scorer_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Trained parameters with the scorers' rate and schedule."""
@@ -65,12 +66,12 @@ class TrainingModule(pl.LightningModule):
         """State-dict keys with these prefixes go into checkpoints."""
         return ("",)
 
-    # The step ---------------------------------------------------------------------------------------------------
+    # The step -----------------------------------------------------------------------------------------------
 
     @property
     def logs_this_step(self) -> bool:
         """Whether the running step's metrics are kept (costly ones are computed only then)."""
-        return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
+        return logs_step(self.trainer)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """The batch in `accumulate` pieces of equally many rows (fewer pieces if there are fewer rows)."""
@@ -115,14 +116,14 @@ class TrainingModule(pl.LightningModule):
         block = getattr(self.trainer.strategy, "block_backward_sync", None)
         return nullcontext() if last or block is None else block()
 
-    # Optimiser --------------------------------------------------------------------------------------------------
+    # Optimiser ----------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
         groups = parameter_groups(self.scorer_parameters(), self.base_parameters(), self.config)
         if not groups:
             raise UserError(
-                "nothing to train: the policy has no parameters and trainer.base=frozen; choose a learned policy or "
-                "trainer.base=full"
+                "nothing to train: the policy has no parameters and trainer.base=frozen; choose a learned "
+                "policy or trainer.base=full"
             )
         optimizer, schedule = build_optimizer(groups, self.config)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -133,7 +134,7 @@ class TrainingModule(pl.LightningModule):
             for parameters in group_parameters(optimizer).values():
                 torch.nn.utils.clip_grad_norm_(parameters, self.config.gradient_clip)
 
-    # Checkpoints ------------------------------------------------------------------------------------------------
+    # Checkpoints --------------------------------------------------------------------------------------------
 
     def _kept(self) -> set[str]:
         return {key for key in self.state_dict() if key.startswith(self.saved_prefixes())}
@@ -146,6 +147,6 @@ class TrainingModule(pl.LightningModule):
         missing = self._kept() - set(checkpoint["state_dict"])
         if missing:
             raise UserError(
-                f"the checkpoint lacks {len(missing)} tensors of this policy, e.g. {min(missing)}: it belongs to another "
-                "configuration; set trainer.resume=false or another run_dir"
+                f"the checkpoint lacks {len(missing)} tensors of this policy, e.g. {min(missing)}: it "
+                "belongs to another configuration; set trainer.resume=false or another run_dir"
             )

@@ -17,7 +17,8 @@ def clock(seconds: float) -> str:
 
 
 class ProgressLine:
-    """Rewrites one line on a terminal; elsewhere prints a new line at most every `interval` seconds and at the end.
+    """Rewrites one line on a terminal; elsewhere prints a new line at most every `interval` seconds and at
+    the end.
 
     Args:
         label: what is going on, e.g. `features`.

@@ -1,4 +1,5 @@
-"""The scorers' loss on one batch: boundary decisions and the regression anchor (METHOD.md section 4, AMENDMENTS 8 and 9).
+"""The scorers' loss on one batch: boundary decisions and the regression anchor (METHOD.md section 4,
+AMENDMENTS 8 and 9).
 
 Used layer by layer on a live model and for all layers at once on cached features; both give the same sums.
 """
@@ -62,9 +63,11 @@ class RetentionLoss:
     seed: int = 0
 
     def query_mask(self, document_ids: Tensor, rows: Tensor, step: int) -> Tensor:
-        """Query positions that enter the loss, bool [B, T]: those with a decision, thinned to `query_fraction`.
+        """Query positions that enter the loss, bool [B, T]: those with a decision, thinned to
+        `query_fraction`.
 
-        What is drawn depends on (seed, step, row number) only: not on the batch it shares, the process, or a resume.
+        What is drawn depends on (seed, step, row number) only: not on the batch it shares, the process, or a
+        resume.
         """
         decided = self.all_queries(document_ids)
         if self.config.query_fraction >= 1.0:
@@ -106,7 +109,9 @@ class RetentionLoss:
         document_ids: Tensor,
         query_mask: Tensor,
     ) -> RetentionSums:
-        """Loss sums of scores [B, H, T] (gradients reach the scores only); arguments of the same heads and rows."""
+        """Loss sums of scores [B, H, T] (gradients reach the scores only); arguments of the same heads and
+        rows.
+        """
         compared = student_score(
             score,
             margin=self.config.margin,
@@ -134,7 +139,9 @@ class RetentionLoss:
         return RetentionSums(boundary.total.sum(), regression.total.sum(), right.total.sum())
 
     def loss(self, sums: RetentionSums, totals: RetentionCounts, heads: int) -> Tensor:
-        """`lambda (boundary + mu regression)`: means over all heads and over `totals`, the counts of the whole step."""
+        """`lambda (boundary + mu regression)`: means over all heads and over `totals`, the counts of the
+        whole step.
+        """
         boundary = sums.boundary / (heads * totals.decisions.clamp(min=1))
         regression = sums.regression / (heads * totals.tokens.clamp(min=1))
         return self.config.retention_weight * (boundary + self.config.regression_weight * regression)
@@ -144,7 +151,8 @@ class RetentionLoss:
 def rank_correlation(score: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     """Spearman's correlation of score and target over the valid tokens of each row and head, [B, H].
 
-    Ties share no rank (the earlier token ranks lower); rows and heads with fewer than two valid tokens give 0.
+    Ties share no rank (the earlier token ranks lower); rows and heads with fewer than two valid tokens give
+    0.
     """
 
     def centred_ranks(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import kvpop_lightning
 from kvpop_lightning.config.schema import Config
@@ -60,7 +61,7 @@ def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -
 
 
 def resolve_precision(config: Config, device: torch.device) -> str:
-    """`trainer.precision`, with `auto` = bfloat16 autocast where the base is trained on CUDA, else float32."""
+    """`trainer.precision`, `auto` = bfloat16 autocast where the base is trained on CUDA, else float32."""
     if config.trainer.precision != "auto":
         return config.trainer.precision
     return "bf16-mixed" if config.trainer.base != "frozen" and device.type == "cuda" else "32-true"
@@ -74,7 +75,9 @@ def build_trainer(
     logger: Any,
     precision: str,
 ) -> pl.Trainer:
-    """A Trainer that runs `trainer.max_steps` steps where the model already is, and prints nothing of its own."""
+    """A Trainer that runs `trainer.max_steps` steps where the model already is, and prints nothing of its
+    own.
+    """
     accelerator: str = config.trainer.accelerator
     if accelerator == "auto":
         accelerator = "gpu" if device.type == "cuda" else "cpu"
@@ -140,10 +143,12 @@ def checkpoint_to_resume(config: Config, checkpoint: TrainingCheckpoint) -> Path
 def fit(
     trainer: pl.Trainer, module: pl.LightningModule, source: Any, stop: GracefulStop, resume: Path | None
 ) -> None:
-    """`trainer.fit` on a DataModule or a loader, with interruption as KeyboardInterrupt and CUDA memory exhaustion as one line.
+    """`trainer.fit` on a DataModule or a loader, with interruption as KeyboardInterrupt and CUDA memory
+    exhaustion as one line.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C (`Terminated` for SIGTERM); the checkpoint of the last whole step is written.
+        KeyboardInterrupt: Ctrl-C (`Terminated` for SIGTERM); the checkpoint of the last whole step is
+            written.
         UserError: out of GPU memory.
     """
     try:
@@ -154,8 +159,8 @@ def fit(
             trainer.fit(module, ckpt_path=resume, weights_only=True, **data)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"out of GPU memory while training ({str(error).splitlines()[0]}): lower trainer.rows_per_step (and raise "
-            "trainer.accumulate), data.row_length or distill.kl_chunk, or use a smaller model"
+            f"out of GPU memory while training ({str(error).splitlines()[0]}): lower trainer.rows_per_step "
+            "(and raise trainer.accumulate), data.row_length or distill.kl_chunk, or use a smaller model"
         ) from error
     except SystemExit as error:  # how Lightning ends after a Ctrl-C that came outside a step
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -167,7 +172,7 @@ def fit(
 
 def say(text: str) -> None:
     """One line for the user, from the first process only."""
-    if pl.utilities.rank_zero_only.rank in (None, 0):
+    if getattr(rank_zero_only, "rank", 0) in (None, 0):
         print(text, flush=True)
 
 

@@ -1,4 +1,6 @@
-"""Parameter groups and learning rates: scorers warm up and follow a cosine, the base keeps a fixed small rate."""
+"""Parameter groups and learning rates: scorers warm up and follow a cosine, the base keeps a fixed small
+rate.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ BETAS = (0.9, 0.99)  # a few hundred steps: the second moment must forget the fi
 
 
 def cosine_with_warmup(step: int, *, warmup: int, total: int, final: float) -> float:
-    """Share of the peak rate at `step` (0-based): linear to 1 over `warmup` steps, cosine to `final` at `total`."""
+    """Share of the peak rate at `step` (0-based): linear to 1 over `warmup` steps, cosine to `final` at
+    `total`.
+    """
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total - warmup))

@@ -1,6 +1,8 @@
-"""Fast training of the scorers on cached features: all layers as one scorer, no model in sight (METHOD.md, section 4).
+"""Fast training of the scorers on cached features: all layers as one scorer, no model in sight (METHOD.md,
+section 4).
 
-Same inputs, targets, decisions and loss as `student.StudentModule` with a frozen base; only the dense forward is not repeated.
+Same inputs, targets, decisions and loss as `student.StudentModule` with a frozen base; only the dense forward
+is not repeated.
 """
 
 from __future__ import annotations
@@ -39,15 +41,17 @@ class FeatureRows(Dataset[Features]):
 class ScorerModule(TrainingModule):
     """Trains the scorers of a policy on batches of cached features.
 
-    A batch holds `key`, `value` [B, L, Hkv, T, D] (any float dtype), `target` float32 and `valid` bool [B, L, Hkv, T], `hidden`
-    [B, L, T, Hid] if the scorers read it, `position`, `document_ids` [B, T], and `row` [B]. The layers' parameters are concatenated
-    along the head axis in every step, so that a step is a few large operations; gradients flow back to the layers' own.
+    A batch holds `key`, `value` [B, L, Hkv, T, D] (any float dtype), `target` float32 and `valid` bool [B, L,
+    Hkv, T], `hidden` [B, L, T, Hid] if the scorers read it, `position`, `document_ids` [B, T], and `row` [B].
+    The layers' parameters are concatenated along the head axis in every step, so that a step is a few large
+    operations; gradients flow back to the layers' own.
 
     Args:
         policy: `model.kvpop`; trained in place. The module holds nothing else, so neither do its checkpoints.
         distill, config: losses and optimisation.
         seed: of the drawn query positions.
-        decision_cache_mb: memory for the teacher's decisions, which depend on the row only; beyond it they are computed anew.
+        decision_cache_mb: memory for the teacher's decisions, which depend on the row only; beyond it they
+            are computed anew.
     """
 
     def __init__(
@@ -117,7 +121,9 @@ class ScorerModule(TrainingModule):
 
     @torch.no_grad()
     def summary(self, rows: FeatureRows) -> dict[str, float]:
-        """Loss, boundary accuracy and rank correlation over all decisions of `rows`, with the weights as they are."""
+        """Loss, boundary accuracy and rank correlation over all decisions of `rows`, with the weights as they
+        are.
+        """
         names = ("boundary", "regression", "boundary_accuracy", "rank_correlation")
         total = dict.fromkeys(names, 0.0)
         counted = dict.fromkeys(names, 0)
@@ -172,6 +178,6 @@ class ScorerModule(TrainingModule):
 
 
 def _compact(decisions: Decisions) -> Decisions:
-    """Row indices in 32 bits, margins in float32 (they only weigh the loss): half the memory. Applied at the first visit
-    too, so that a resumed run, which remembers nothing, repeats the numbers."""
+    """Row indices in 32 bits, margins in float32 (they only weigh the loss): half the memory. Applied at the
+    first visit too, so that a resumed run, which remembers nothing, repeats the numbers."""
     return decisions._replace(boundary=decisions.boundary.int(), margin=decisions.margin.float())

@@ -16,12 +16,13 @@ _INPUTS = ("key", "value", "hidden")
 def standardize_scorers(
     policy: Any, rows: Iterable[Features], *, tokens: int = STANDARDIZATION_TOKENS
 ) -> int:
-    """Sets every layer's statistics from the features of training rows, in order, until `tokens` real tokens are seen.
+    """Sets every layer's statistics from the features of training rows, in order, until `tokens` real tokens
+    are seen.
 
     Args:
         policy: `model.kvpop`; its scorers keep the statistics as buffers, saved with them.
-        rows: features without batch dimension: `key`, `value` [L, Hkv, T, D], optionally `hidden` [L, T, Hid],
-            `document_ids` [T]; only as many are read as are needed.
+        rows: features without batch dimension: `key`, `value` [L, Hkv, T, D], optionally `hidden` [L, T,
+            Hid], `document_ids` [T]; only as many are read as are needed.
         tokens: real tokens to use; the last row is cut.
 
     Returns:

@@ -1,7 +1,9 @@
-"""The retrofitted model under training: sparse parallel forward, distillation and retention loss (METHOD.md, section 4).
+"""The retrofitted model under training: sparse parallel forward, distillation and retention loss (METHOD.md,
+section 4).
 
 The plain form of the training: it runs the model at every step and serves every setting. With a frozen base
-`scorers.ScorerModule` trains the same scorers from cached features, with the same loss, in a fraction of the time.
+`scorers.ScorerModule` trains the same scorers from cached features, with the same loss, in a fraction of the
+time.
 """
 
 from __future__ import annotations
@@ -34,17 +36,18 @@ Targets = dict[int, tuple[Tensor, Tensor]]
 class StudentModule(TrainingModule):
     """Trains a retrofitted model's scorers and, with `base = full`, the model itself.
 
-    * `base = frozen`: a step is one dense forward, from which both the scorers' inputs and the target come; the KL of
-      the sparse forward is a validation metric.
-    * `base = full`: the KL to the dense teacher trains the base through the hard eviction mask, the retention loss
-      trains the scorers on detached inputs; neither loss reaches the other's parameters.
+    * `base = frozen`: a step is one dense forward, from which both the scorers' inputs and the target come;
+      the KL of the sparse forward is a validation metric.
+    * `base = full`: the KL to the dense teacher trains the base through the hard eviction mask, the retention
+      loss trains the scorers on detached inputs; neither loss reaches the other's parameters.
 
     Args:
         model: retrofitted causal language model (`model.kvpop` is its policy).
         distill: losses and target.
         config: optimisation.
-        teacher: `base = full`: a retrofitted copy of the untrained model that is run dense; None = a deep copy of `model` as it
-            is now. Never part of the module tree, hence of no checkpoint and no optimiser.
+        teacher: `base = full`: a retrofitted copy of the untrained model that is run dense; None = a deep
+            copy of `model` as it is now. Never part of the module tree, hence of no checkpoint and no
+            optimiser.
         seed: of the drawn query positions.
 
     Raises:
@@ -80,7 +83,7 @@ class StudentModule(TrainingModule):
         else:
             self._teacher[0].requires_grad_(False).eval()
 
-    # What is trained --------------------------------------------------------------------------------------------
+    # What is trained ----------------------------------------------------------------------------------------
 
     def scorer_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.model.kvpop.named_parameters()
@@ -98,7 +101,7 @@ class StudentModule(TrainingModule):
     def on_validation_start(self) -> None:
         self._teacher[0].to(self.device)
 
-    # Losses -----------------------------------------------------------------------------------------------------
+    # Losses -------------------------------------------------------------------------------------------------
 
     def counts(self, batch: Batch) -> Tensor:
         retention = self.retention.counts(batch["document_ids"], self._query_mask(batch))
@@ -151,7 +154,9 @@ class StudentModule(TrainingModule):
 
 
 class _Watch:
-    """Called once per layer during a forward; turns what it sees into loss sums, so that no layer's tensors pile up."""
+    """Called once per layer during a forward; turns what it sees into loss sums, so that no layer's tensors
+    pile up.
+    """
 
     def __init__(self, module: StudentModule, batch: Batch, query_mask: Tensor, *, sparse: bool) -> None:
         self.module, self.batch, self.query_mask, self.sparse = module, batch, query_mask, sparse
@@ -229,11 +234,11 @@ def _check_target(distill: DistillConfig, config: TrainerConfig, source: str) ->
         raise UserError(f"distill.target.source must be teacher or student, got {source!r}")
     if config.base == "frozen" and source != "teacher":
         raise UserError(
-            "distill.target.source=student needs trainer.base=full: with a frozen base the target comes from the dense "
-            "teacher; leave distill.target.source unset"
+            "distill.target.source=student needs trainer.base=full: with a frozen base the target comes from "
+            "the dense teacher; leave distill.target.source unset"
         )
     if distill.target.normalizer == "sparse" and source != "student":
         raise UserError(
-            "distill.target.normalizer=sparse is the student's own normaliser and needs distill.target.source=student "
-            "(trainer.base=full); use distill.target.normalizer=dense"
+            "distill.target.normalizer=sparse is the student's own normaliser and needs "
+            "distill.target.source=student (trainer.base=full); use distill.target.normalizer=dense"
         )

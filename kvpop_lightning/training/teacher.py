@@ -1,4 +1,6 @@
-"""The dense teacher: features and targets of rows for later training, and fine-tuning by cross-entropy (AMENDMENTS 16)."""
+"""The dense teacher: features and targets of rows for later training, and fine-tuning by cross-entropy
+(AMENDMENTS 16).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from kvpop_lightning.training.module import Metrics, TrainingModule
 class TeacherModule(TrainingModule):
     """A base model run dense.
 
-    * `predict_step` gives the features, targets and (with `request.topk`) top-K logits of a batch, see `dense_features`; with
-      `cache` it stores them and returns the row numbers instead.
+    * `predict_step` gives the features, targets and (with `request.topk`) top-K logits of a batch, see
+      `dense_features`; with `cache` it stores them and returns the row numbers instead.
     * `training_step` fine-tunes all weights by cross-entropy on the supervised positions.
 
     Args:

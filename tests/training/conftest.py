@@ -34,7 +34,7 @@ def _base() -> Any:
 
 
 def row(number: int, *, padding: int = 0, seed: int = 100) -> dict[str, torch.Tensor]:
-    """One packed row: two documents of different length, `padding` at the end, a prompt without loss in each."""
+    """One packed row: two documents of different length, each with a prompt, `padding` at the end."""
     generator = torch.Generator().manual_seed(seed + number)
     cut = 14 + 5 * (number % 4)
     document_ids = torch.zeros(ROW_LENGTH, dtype=torch.int64)

@@ -1,4 +1,6 @@
-"""The feature cache: what it stores, when it computes again, limits, interruption, and what half precision costs."""
+"""The feature cache: what it stores, when it computes again, limits, interruption, and what half precision
+costs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from kvpop_lightning.training.scorers import FeatureRows, ScorerModule
 from kvpop_lightning.training.standardization import standardize_scorers
 
 
-def fill(model: Any, folder: Path, count: int = 4, data: str = "data", **request: Any) -> tuple[FeatureCache, int]:
+def fill(
+    model: Any, folder: Path, count: int = 4, data: str = "data", **request: Any
+) -> tuple[FeatureCache, int]:
     options = {"window": BUDGET.window, **request}
     cache = FeatureCache(folder, model, data, FeatureRequest(**options))
     return cache, cache.fill(Rows(), range(count), progress=False)
@@ -40,7 +44,12 @@ def test_features_are_the_dense_forwards_own(make_model: Any, rows: Rows) -> Non
         target, valid = future_attention_target(
             seen.query, seen.key, window=BUDGET.window, document_ids=batch["document_ids"], aggregation="mean"
         )
-        for name, wanted in (("key", seen.key), ("value", seen.value), ("hidden", seen.hidden), ("target", target)):
+        for name, wanted in (
+            ("key", seen.key),
+            ("value", seen.value),
+            ("hidden", seen.hidden),
+            ("target", target),
+        ):
             torch.testing.assert_close(found[name][:, index], wanted, msg=name)
         assert torch.equal(found["valid"][:, index], valid)
     assert not found["valid"][batch["document_ids"][:, None, None].expand_as(found["valid"]) < 0].any()
@@ -110,7 +119,9 @@ def test_the_size_is_printed_before_filling_close_to_what_is_written(
     make_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for hidden in (False, True):
-        cache = FeatureCache(tmp_path / str(hidden), make_model(), "d", FeatureRequest(4, hidden=hidden, topk=5))
+        cache = FeatureCache(
+            tmp_path / str(hidden), make_model(), "d", FeatureRequest(4, hidden=hidden, topk=5)
+        )
         cache.fill(Rows(), range(4))
         out = capsys.readouterr()
         assert "features of 4 rows" in out.out
@@ -129,7 +140,9 @@ def test_too_large_for_the_limit_is_one_clear_line(make_model: Any, tmp_path: Pa
 
 def test_values_beyond_half_precision_are_stored_in_full(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path)
-    store.write(0, "kv", {"key": store.compress(torch.tensor([1e5, 1.0])), "value": store.compress(torch.ones(2))})
+    store.write(
+        0, "kv", {"key": store.compress(torch.tensor([1e5, 1.0])), "value": store.compress(torch.ones(2))}
+    )
     read = store.read(0, "kv")
     assert read["key"].dtype == torch.float32
     assert read["value"].dtype == torch.float16
@@ -167,10 +180,16 @@ def test_statistics_are_those_of_the_first_real_tokens(make_model: Any, rows: Ro
     for layer, scorer in enumerate(model.kvpop.scorers):
         projection = scorer.projection
         for name in ("key", "value", "hidden"):
-            x = torch.cat([f[name][layer][..., take, :] for f, take in zip(one_by_one, kept, strict=True)], -2).double()
+            x = torch.cat(
+                [f[name][layer][..., take, :] for f, take in zip(one_by_one, kept, strict=True)], -2
+            ).double()
             mean, std = x.mean(-2), x.std(-2, correction=0)
-            torch.testing.assert_close(getattr(projection, f"{name}_mean").double().view_as(mean), mean, atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(getattr(projection, f"{name}_std").double().view_as(std), std, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                getattr(projection, f"{name}_mean").double().view_as(mean), mean, atol=1e-5, rtol=1e-4
+            )
+            torch.testing.assert_close(
+                getattr(projection, f"{name}_std").double().view_as(std), std, atol=1e-5, rtol=1e-4
+            )
 
 
 def test_counts_known_beforehand_are_those_of_the_decisions(make_model: Any, rows: Rows) -> None:
@@ -190,7 +209,9 @@ def test_counts_known_beforehand_are_those_of_the_decisions(make_model: Any, row
 
 def test_drawn_queries_depend_on_seed_step_and_row_only(make_model: Any, rows: Rows) -> None:
     model = make_model()
-    loss = RetentionLoss(DistillConfig(query_fraction=0.3), model.kvpop.budget, model.kvpop.decay_step, seed=4)
+    loss = RetentionLoss(
+        DistillConfig(query_fraction=0.3), model.kvpop.budget, model.kvpop.decay_step, seed=4
+    )
     batch = collate([rows[i] for i in range(4)])
     ids, numbers = batch["document_ids"], batch["row"]
     together = loss.query_mask(ids, numbers, 3)

@@ -28,7 +28,9 @@ def _models(seed: int = 0, sharpness: float = 1.0, dtype: torch.dtype = torch.fl
 
 
 def _reference(student, teacher, hidden, teacher_hidden, topk: int) -> torch.Tensor:
-    """KL over the vocabulary, the tokens outside the teacher's top-K merged into one, straight from the definition."""
+    """KL over the vocabulary, the tokens outside the teacher's top-K merged into one, straight from the
+    definition.
+    """
     p, q = teacher(teacher_hidden).softmax(-1), student(hidden).softmax(-1)
     ids = p.topk(topk, -1).indices
     chosen_p, chosen_q = p.gather(-1, ids), q.gather(-1, ids)

@@ -87,7 +87,9 @@ def cached(make_model: Any, tmp_path: Path) -> tuple[Any, FeatureRows]:
     model, rows = make_model("kvpop_mlstm"), Rows(5)
     cache = FeatureCache(tmp_path / "features", model, "data", FeatureRequest(BUDGET.window))
     cache.fill(rows, range(5), progress=False)
-    return lambda: Noisy(make_model("kvpop_mlstm").kvpop, DISTILL, CONFIG, seed=2), FeatureRows(cache, range(5))
+    return lambda: Noisy(make_model("kvpop_mlstm").kvpop, DISTILL, CONFIG, seed=2), FeatureRows(
+        cache, range(5)
+    )
 
 
 def same(a: Any, b: Any) -> bool:
@@ -114,7 +116,9 @@ def test_scorer_training_resumes_bit_for_bit_from_any_step(cached: Any, tmp_path
 def test_two_interruptions_one_of_them_sigterm(cached: Any, tmp_path: Path) -> None:
     make, rows = cached
     whole = train(make, tmp_path / "whole", rows)
-    assert train(make, tmp_path / "broken", rows, stop_at=2, number=signal.SIGTERM)[3].received == signal.SIGTERM
+    assert (
+        train(make, tmp_path / "broken", rows, stop_at=2, number=signal.SIGTERM)[3].received == signal.SIGTERM
+    )
     train(make, tmp_path / "broken", rows, stop_at=5)
     assert same(train(make, tmp_path / "broken", rows)[0], whole[0])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -139,7 +143,9 @@ def _checkpoint(make: Any, folder: Path, rows: Any) -> dict[str, Any]:
     return torch.load(folder / "last.ckpt", weights_only=True)
 
 
-def test_checkpoints_hold_scorers_only_when_the_base_is_frozen(cached: Any, make_model: Any, tmp_path: Path) -> None:
+def test_checkpoints_hold_scorers_only_when_the_base_is_frozen(
+    cached: Any, make_model: Any, tmp_path: Path
+) -> None:
     make, rows = cached
     stored = _checkpoint(make, tmp_path / "scorers", rows)
     assert stored["state_dict"]
@@ -165,16 +171,25 @@ def test_a_checkpoint_of_another_policy_is_refused(cached: Any, make_model: Any,
     make, rows = cached
     train(make, tmp_path / "x", rows, stop_at=1)
     with pytest.raises(UserError, match="another configuration"):
-        train(lambda: ScorerModule(make_model("kvpop_mlp", inputs="hidden").kvpop, DISTILL, CONFIG), tmp_path / "x", rows)
+        train(
+            lambda: ScorerModule(make_model("kvpop_mlp", inputs="hidden").kvpop, DISTILL, CONFIG),
+            tmp_path / "x",
+            rows,
+        )
 
 
 def test_the_order_of_rows_is_a_function_of_seed_and_step() -> None:
     loader = StepLoader(Rows(5), steps=10, rows_per_batch=2, seed=1)
     order = [loader.indices(step) for step in range(10)]
-    assert [StepLoader(Rows(5), steps=10, rows_per_batch=2, seed=1).indices(s) for s in (7, 3)] == [order[7], order[3]]
+    assert [StepLoader(Rows(5), steps=10, rows_per_batch=2, seed=1).indices(s) for s in (7, 3)] == [
+        order[7],
+        order[3],
+    ]
     drawn = [i for step in order for i in step]
     passes = [drawn[i : i + 5] for i in range(0, 20, 5)]
     assert all(sorted(p) == list(range(5)) for p in passes)
     assert len({tuple(p) for p in passes}) > 1
-    parts = [StepLoader(Rows(5), steps=5, rows_per_batch=1, seed=1, process=lambda r=r: (r, 2)) for r in (0, 1)]
+    parts = [
+        StepLoader(Rows(5), steps=5, rows_per_batch=1, seed=1, process=lambda r=r: (r, 2)) for r in (0, 1)
+    ]
     assert [[p.indices(s)[0] for p in parts] for s in range(5)] == order[:5]

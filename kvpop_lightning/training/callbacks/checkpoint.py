@@ -13,12 +13,14 @@ from kvpop_lightning.errors import UserError
 
 
 class TrainingCheckpoint(pl.Callback):
-    """Writes `<folder>/last.ckpt` every `every` optimiser steps, atomically, and records which settings it belongs to.
+    """Writes `<folder>/last.ckpt` every `every` optimiser steps, atomically, and records which settings it
+    belongs to.
 
     Args:
         folder: where `last.ckpt` goes.
         every: optimiser steps between two saves; 0 = only when asked (`save`).
-        settings_key: fingerprint of everything that shapes the training; a checkpoint with another one is not resumed.
+        settings_key: fingerprint of everything that shapes the training; a checkpoint with another one is not
+            resumed.
     """
 
     def __init__(self, folder: Path, every: int, settings_key: str = "") -> None:
@@ -44,7 +46,7 @@ class TrainingCheckpoint(pl.Callback):
         Raises:
             UserError: no space left, or the folder cannot be written.
         """
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         temporary = self.folder / "writing.ckpt"
         try:
@@ -55,6 +57,7 @@ class TrainingCheckpoint(pl.Callback):
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
                 raise UserError(
-                    f"cannot write the checkpoint {self.path}: {error.strerror}; free space or set run_dir to another disk"
+                    f"cannot write the checkpoint {self.path}: {error.strerror}; free space or set run_dir "
+                    "to another disk"
                 ) from error
             raise

@@ -15,9 +15,10 @@ from kvpop_lightning.training.callbacks.checkpoint import TrainingCheckpoint
 class GracefulStop(pl.Callback):
     """Notes the signal, lets the step finish, saves through `checkpoint` and stops the loop.
 
-    A step that is cut in the middle cannot be resumed exactly (weights moved, schedule not yet), hence the delay. A
-    second Ctrl-C stops at once; the last periodic checkpoint remains. After `fit`, `received` names the signal.
-    Must be the last callback, so that all others have seen the step before the checkpoint is written.
+    A step that is cut in the middle cannot be resumed exactly (weights moved, schedule not yet), hence the
+    delay. A second Ctrl-C stops at once; the last periodic checkpoint remains. After `fit`, `received` names
+    the signal. Must be the last callback, so that all others have seen the step before the checkpoint is
+    written.
     """
 
     def __init__(self, checkpoint: TrainingCheckpoint) -> None:

@@ -8,6 +8,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def logs_step(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer keeps the metrics of the step that is running."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return (trainer.global_step + 1) % every == 0
+
+
 def group_parameters(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """Parameters that have a gradient, by the `group` label of their parameter group."""
     found: dict[str, list[Tensor]] = {}
@@ -31,6 +37,6 @@ class GradientNorm(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+        if logs_step(trainer):
             for label, norm in group_norms(optimizer).items():
                 pl_module.log(f"gradient_norm/{label}", norm)

@@ -1,4 +1,6 @@
-"""Random number generators travel with the checkpoint, so that a resumed run draws what the whole run would have."""
+"""Random number generators travel with the checkpoint, so that a resumed run draws what the whole run would
+have.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch
 
 
 class RandomState(pl.Callback):
-    """Saves the states of Python, NumPy, torch and CUDA after every step and restores them before the first resumed one.
+    """Saves the states of Python, NumPy, torch and CUDA after every step and restores them before the first
+    resumed one.
 
     The losses draw from generators that depend on (seed, step, row) only; this serves dropout and user code.
     """
