@@ -1,8 +1,8 @@
-"""The project's invariant as checks that raise: the parallel forward and the bounded cache are the same function.
+"""The project's invariant as checks that raise: parallel forward and bounded cache are the same function.
 
 (a) `check_equal` for float64 weights: every eviction time equal, logits within a tolerance.
 (b) `check_replay` for float32: the parallel forward with the cache's own eviction times gives its logits.
-(c) `check_free_running` for float32: decisions differ only between near-ties, counted; logits agree until the first.
+(c) `check_free_running` for float32: decisions differ only in near-ties, counted; logits agree up to there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCORERS: dict[str, dict] = {
 
 
 def strengthen(model, gain: float = 15.0) -> None:
-    """Scores that differ by nats and statistics that are not 0 and 1, so that no check passes for want of effect."""
+    """Scores that differ by nats, statistics that are not 0 and 1: no check passes for want of effect."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for scorer in model.kvpop.scorers:
@@ -91,17 +91,23 @@ class Run:
     priorities: list[Tensor] | None = None
 
 
+def forward(model, ids: Tensor, mask: Tensor | None, **options: object) -> Tensor:
+    """Logits on the CPU, wherever the model is."""
+    mask = None if mask is None else mask.to(model.device)
+    return model(ids.to(model.device), attention_mask=mask, **options).logits.cpu()
+
+
 @torch.no_grad()
 def run_parallel(model, ids: Tensor, mask: Tensor | None) -> Run:
     evictions: list[Tensor] = []
     priorities: list[Tensor] = []
 
     def keep(layer) -> None:
-        evictions.append(by_token(layer.eviction, mask, times=True))
-        priorities.append(by_token(layer.priority, mask))
+        evictions.append(by_token(layer.eviction.cpu(), mask, times=True))
+        priorities.append(by_token(layer.priority.cpu(), mask))
 
     with observe(model, keep):
-        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        logits = forward(model, ids, mask, use_cache=False)
     return Run(logits, evictions, priorities)
 
 
@@ -112,11 +118,9 @@ def run_cache(model, ids: Tensor, mask: Tensor | None, size: int, **options: obj
     for start in range(0, ids.shape[1], size):
         stop = min(start + size, ids.shape[1])
         part_mask = None if mask is None else mask[:, :stop]
-        parts.append(
-            model(ids[:, start:stop], attention_mask=part_mask, past_key_values=cache, use_cache=True).logits
-        )
+        parts.append(forward(model, ids[:, start:stop], part_mask, past_key_values=cache, use_cache=True))
         assert all(layer.keys.shape[2] == model.kvpop.budget.total for layer in cache.layers)
-    evictions = [cache.eviction_times(layer) for layer in range(len(cache.layers))]
+    evictions = [cache.eviction_times(layer).cpu() for layer in range(len(cache.layers))]
     return Run(torch.cat(parts, dim=1), evictions)
 
 
@@ -176,9 +180,9 @@ def check_equal(model, ids, mask=None, sizes=(1, 7, 64), tolerance: float = 1e-4
 
 @torch.no_grad()
 def check_replay(model, ids, mask, cached: Run, tolerance: float) -> float:
-    """(b): the parallel forward with the cache's decisions imposed; returns the largest difference of logits."""
+    """(b): the parallel forward with the cache's decisions imposed; returns the largest difference."""
     with replay(model, [by_column(times, mask) for times in cached.evictions]):
-        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        logits = forward(model, ids, mask, use_cache=False)
     got, expected = real_logits(cached.logits, mask), real_logits(logits, mask)
     assert_close(got, expected, tolerance, "replayed logits")
     return (got - expected).abs().max().item()
@@ -197,7 +201,7 @@ class Ties:
 
 
 def check_free_running(parallel: Run, cached: Run, tolerance: float, row: int = 0) -> Ties:
-    """(c) on an unpadded row: each of the cache's evictions is, by the parallel priorities, within a near-tie of best.
+    """(c) on an unpadded row: by the parallel priorities, each eviction is within a near-tie.
 
     From the first different decision on, later layers see another text, so nothing after that query is compared.
     """

@@ -1,4 +1,4 @@
-"""(a) of the invariant: float64 weights, all eviction times equal and logits within 1e-4 (in fact far closer)."""
+"""(a) of the invariant: float64 weights, all eviction times equal, logits far closer than 1e-4."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ def test_every_scorer(name: str) -> None:
     index = list(SCORERS).index(name)
     family, group = SHAPES[(4 * index + 1) % len(SHAPES)]
     model = retrofitted(family, name, group=group)
-    ids, mask = padded_batch(71, seed=index)
-    check_equal(model, ids, mask, tolerance=TIGHT)
+    ids, mask = padded_batch(67, seed=index)
+    check_equal(model, ids, mask, sizes=(7, 64), tolerance=TIGHT)
+    ids, mask = padded_batch(34, seed=index)
+    check_equal(model, ids, mask, sizes=(1,), tolerance=TIGHT)
 
 
 @pytest.mark.parametrize(("family", "group"), SHAPES)
 def test_every_family_and_group(family: str, group: int) -> None:
-    ids, mask = padded_batch(45, seed=group)
-    check_equal(retrofitted(family, "mlstm_window", group=group), ids, mask, sizes=(1, 64), tolerance=TIGHT)
+    ids, mask = padded_batch(29, seed=group)
+    check_equal(retrofitted(family, "mlp_kv_hidden", group=group), ids, mask, sizes=(1, 64), tolerance=TIGHT)
 
 
 @pytest.mark.parametrize("budget", [Budget(0, 1, 1), Budget(3, 2, 1), Budget(1, 11, 3), Budget(4, 3, 90)])
-@pytest.mark.parametrize("name", ["mlp_kv_hidden", "mlstm_window"])
-def test_every_budget(name: str, budget: Budget) -> None:
-    """Smallest, tight, wide window, and larger than the text (then nothing is evicted and sparse is dense)."""
-    model = retrofitted("qwen3", name, budget)
-    ids, mask = padded_batch(37)
+def test_every_budget(budget: Budget) -> None:
+    """Smallest, tight, wide window, and larger than the text: then nothing is evicted and sparse is dense."""
+    model = retrofitted("qwen3", "mlstm_window", budget)
+    ids, mask = padded_batch(27)
     check_equal(model, ids, mask, sizes=(1, 5), tolerance=TIGHT)
-    if budget.total > 37:
+    if budget.total > 27:
         with torch.no_grad(), dense(model):
             reference = model(ids, attention_mask=mask, use_cache=False).logits
         cached = run_cache(model, ids, mask, 7)
@@ -44,7 +45,7 @@ def test_every_budget(name: str, budget: Budget) -> None:
         assert all((times == NEVER).all() for times in cached.evictions)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16])
+@pytest.mark.parametrize("chunk", [1, 16])
 def test_inner_split(chunk: int) -> None:
     ids, mask = padded_batch(50)
     check_equal(retrofitted("llama", "mlstm_hidden"), ids, mask, sizes=(50,), tolerance=TIGHT, chunk=chunk)
