@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from kvpop_lightning.commands import Call, evaluate, train
-from kvpop_lightning.commands.evaluate import keep_result, show_result
+from kvpop_lightning.commands.evaluate import keep_result
 from kvpop_lightning.config.policies import policies_to_compare, with_policy
 from kvpop_lightning.config.schema import Config
+
+if TYPE_CHECKING:
+    from kvpop_lightning.evaluation.evaluate import EvaluationResult
 
 SUMMARY = "train policies and compare them with all baselines in one table"
 DETAILS = """Trains what train_policies names and whatever else eval.policies needs, then evaluates
@@ -17,22 +22,44 @@ DEFAULT_EXPERIMENT: str | None = None
 
 
 def run(config: Config, call: Call) -> int:
-    show_result(compare(config, call))
+    from kvpop_lightning.evaluation.compare import print_result
+
+    print_result(compare(config, call))
     return 0
 
 
-def compare(config: Config, call: Call):  # type: ignore[no-untyped-def]  # EvaluationResult, whose import loads torch
-    """Prepare, train, evaluate under one tracking run; returns the evaluation's result."""
+def compare(config: Config, call: Call) -> EvaluationResult:
+    """Prepare, train, evaluate under one tracking run; returns the evaluation's result.
+
+    With a frozen base one copy of the model and one set of rows serve all trainings and the evaluation.
+    """
+    from kvpop_lightning.data import PackedMathDataModule
     from kvpop_lightning.evaluation.evaluate import evaluate as evaluate_policies
+    from kvpop_lightning.models import is_retrofitted, load_model, unretrofit
     from kvpop_lightning.tracking import TrackedRun
     from kvpop_lightning.training.fit import train as train_policy
 
     name = config.tracking.run_name or call.command
     with TrackedRun(config, name=name, command=call.command, overrides=call.overrides) as tracked:
+        shared: dict[str, Any] = {}
+        if config.trainer.base == "frozen":
+            model, tokenizer = load_model(config.model)
+            data = PackedMathDataModule(
+                config.data,
+                tokenizer,
+                rows_per_step=config.trainer.rows_per_step * config.trainer.accumulate,
+                seed=config.seed,
+            )
+            data.prepare_data()
+            data.setup("fit")
+            tracked.set_tags({"data.fingerprint": data.fingerprint})
+            shared = {"model": model, "tokenizer": tokenizer, "data": data}
         for policy in policies_to_compare(config):
             chosen = with_policy(config, policy)
             with tracked.child(policy, chosen):
-                train_policy(chosen)
-        result = evaluate_policies(config)
+                train_policy(chosen, **shared)
+        if shared and is_retrofitted(shared["model"]):
+            unretrofit(shared["model"])
+        result = evaluate_policies(config, **shared)
         keep_result(tracked, result)
     return result

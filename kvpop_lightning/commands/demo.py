@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvpop_lightning.commands import Call
 from kvpop_lightning.commands import compare as comparison
-from kvpop_lightning.commands.evaluate import show_result
 from kvpop_lightning.config.schema import Config
 
 SUMMARY = "the whole loop on a real model: train, compare, table and figures in minutes"
@@ -15,11 +14,12 @@ DEFAULT_EXPERIMENT: str | None = "demo"
 
 
 def run(config: Config, call: Call) -> int:
+    from kvpop_lightning.evaluation.compare import print_result
     from kvpop_lightning.tracking.resources import ResourceMeter
 
     with ResourceMeter() as meter:
         result = comparison.compare(config, call)
-    show_result(result)
+    print_result(result)
     print(f"wall time {meter.seconds:.0f} s, peak memory {meter.peak_bytes / 2**30:.2f} GiB (all processes)")
     print("every run, its curves and figures: make ui (or kvpop ui)")
     return 0

@@ -34,13 +34,15 @@ DEFAULT_EXPERIMENT: str | None = None
 
 
 def run(config: Config, call: Call) -> int:
+    from kvpop_lightning.evaluation.compare import print_result
     from kvpop_lightning.evaluation.evaluate import evaluate
     from kvpop_lightning.tracking import TrackedRun
 
-    with TrackedRun(config, name="evaluate", command=call.command, overrides=call.overrides) as tracked:
+    name = " ".join(word for word in (config.tracking.run_name, "evaluate") if word)
+    with TrackedRun(config, name=name, command=call.command, overrides=call.overrides) as tracked:
         result = evaluate(config)
         keep_result(tracked, result)
-    show_result(result)
+    print_result(result)
     return 0
 
 
@@ -53,15 +55,3 @@ def keep_result(tracked: Any, result: Any) -> None:
         tracked.log_metrics(
             {f"eval/{name}/{entry['policy']}": entry.get(name) for name in names}, step=entry["budget"]
         )
-
-
-def show_result(result: Any) -> None:
-    """The table and where its files are."""
-    from rich.console import Console
-
-    from kvpop_lightning.evaluation.table import summary_lines, terminal_table
-
-    console = Console()
-    console.print(terminal_table(result.table))
-    for line in (*summary_lines(result.table), *(str(path) for path in result.artifacts)):
-        console.print(line, highlight=False, soft_wrap=True)

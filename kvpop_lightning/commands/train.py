@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from kvpop_lightning.commands import Call
 from kvpop_lightning.config.policies import policies_to_train, with_policy
 from kvpop_lightning.config.schema import Config
@@ -53,9 +55,14 @@ def run(config: Config, call: Call) -> int:
     from kvpop_lightning.tracking import TrackedRun
     from kvpop_lightning.training.fit import train
 
-    for name in policies:
-        chosen = with_policy(config, name)
-        with TrackedRun(chosen, name=f"train {name}", command=call.command, overrides=call.overrides):
-            result = train(chosen)
-        print(f"{name}: {result.policy_path}")
+    alone = len(policies) == 1
+    words = (config.tracking.run_name, "train", policies[0] if alone else None)
+    name = " ".join(word for word in words if word)
+    root = with_policy(config, policies[0]) if alone else config
+    with TrackedRun(root, name=name, command=call.command, overrides=call.overrides) as tracked:
+        for policy in policies:
+            chosen = with_policy(config, policy)
+            with nullcontext() if alone else tracked.child(policy, chosen):
+                result = train(chosen)
+            print(f"{policy}: {result.policy_path or 'nothing saved (trainer.fast_dev_run)'}")
     return 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from kvpop_lightning.config.compose import to_yaml
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import Terminated
 from kvpop_lightning.tracking import local
@@ -79,6 +80,7 @@ class TrackedRun:
         self._store: Store | None = None
         self._local: local.LocalMetrics | None = None
         self._waiting: list[tuple[str, float, int, int]] = []
+        self._files: list[Path] = []
         self._flushed_at = 0.0
         self._monitor: Any = None
         self._old_handler: Any = None
@@ -92,8 +94,11 @@ class TrackedRun:
         self._watch_sigterm()
         try:
             if _is_rank_zero():
-                files = write_run_folder(self.config, self.overrides, self.command)
+                # A child in its parent's folder must not replace what the parent wrote about the command.
+                shares = self.parent is not None and self.parent.folder == self.folder
+                files = [] if shares else write_run_folder(self.config, self.overrides, self.command)
                 self._local = local.LocalMetrics(self.folder, self.key)
+                self._files = files
                 if self._store is not None:
                     self._start(self._store, files)
         except BaseException as error:
@@ -163,8 +168,8 @@ class TrackedRun:
         self._flushed_at = time.monotonic()
         if self._store is None or not self._waiting:
             return
-        if self.run_id is None and not self._closing:
-            self._start(self._store, [])  # the server was away when the run began: it may be back
+        if self.run_id is None:
+            self._start(self._store, self._files)  # the server was away when the run began: it may be back
         self._with_run(lambda store, run_id: store.log_metrics(run_id, self._waiting, final=final))
 
     def _with_run(self, action: Callable[[Store, str], Any]) -> None:
@@ -204,6 +209,9 @@ class TrackedRun:
         self.log_params(asdict(self.config))
         for path in files:
             self.log_artifact(path)
+        if not files:
+            run_id, text = self.run_id, to_yaml(self.config)
+            store.call("config.yaml", lambda client: client.log_text(run_id, text, "config.yaml"))
         if self.config.tracking.system_metrics and self.parent is None:
             self._monitor = store.call("system metrics", self._start_monitor)
 

@@ -43,12 +43,17 @@ def config(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(empty_database, tmp_path / "mlflow.db")
-    words = ["tracking.system_metrics=false", "tracking.experiment=test", "tracking.run_name=run",
-    "run_dir=out"] return compose(words)
+    words = [
+        "tracking.system_metrics=false",
+        "tracking.experiment=test",
+        "tracking.run_name=run",
+        "run_dir=out",
+    ]
+    return compose(words)
 
 
 def client() -> MlflowClient:
-    return MlflowClient("sqlite:///mlflow.db")
+    return MlflowClient(f"sqlite:///{Path('mlflow.db').resolve()}")  # MLflow keeps one store per URI
 
 
 def run_of(run: TrackedRun) -> Any:
@@ -64,8 +69,10 @@ def test_a_finished_run_holds_everything(config: Config, tmp_path: Path) -> None
     config = replace(config, tracking=replace(config.tracking, tags={"owner": "ann"}))
     with TrackedRun(config, command="train", overrides=["seed=0"], tags={"data.fingerprint": "abc"}) as run:
         assert current_run() is run
-        run.log_metrics({"train/loss": 1.5, "kl/random+decay": 2, "nothing": None, "eval/top1 %": 0.5},
-        step=7) run.log_metrics({"train/loss": math.nan}, step=8)
+        run.log_metrics(
+            {"train/loss": 1.5, "kl/random+decay": 2, "nothing": None, "eval/top1 %": 0.5}, step=7
+        )
+        run.log_metrics({"train/loss": math.nan}, step=8)
         run.log_params({"extra": {"rows": [1, 2]}})
         run.set_tags({"late": 3})
         (tmp_path / "figure.svg").write_text("<svg/>")
@@ -77,11 +84,18 @@ def test_a_finished_run_holds_everything(config: Config, tmp_path: Path) -> None
     assert stored.data.params["policy.budget.topk"] == "92"
     assert stored.data.params["extra.rows"] == "[1, 2]"
     tags = stored.data.tags
-    assert (tags["owner"], tags["data.fingerprint"], tags["policy"], tags["late"]) == ("ann", "abc",
-    "kvpop_mlp", "3") commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
-    capture_output=True, text=True) assert commit.returncode or tags["commit"] == commit.stdout.strip()
+    assert (tags["owner"], tags["data.fingerprint"], tags["policy"], tags["late"]) == (
+        "ann",
+        "abc",
+        "kvpop_mlp",
+        "3",
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert commit.returncode or tags["commit"] == commit.stdout.strip()
     history = client().get_metric_history(run.run_id, "train/loss")
-    assert [(metric.step, metric.value) for metric in history][0] == (7, 1.5)
+    assert (history[0].step, history[0].value) == (7, 1.5)
     assert math.isnan(history[1].value)
     assert {"kl/random_plus_decay", "eval/top1 _percent"} <= set(stored.data.metrics)
     names = {item.path for item in client().list_artifacts(run.run_id)}
@@ -145,7 +159,7 @@ def test_lightnings_answer_to_an_interruption_is_killed() -> None:
 
 def test_a_resumed_run_is_the_same_run(config: Config) -> None:
     first = TrackedRun(config)
-    with pytest.raises(RuntimeError), first:
+    with pytest.raises(RuntimeError), first:  # noqa: PT012  (the block is a run)
         first.log_metrics({"loss": 1}, step=1)
         raise RuntimeError
     changed = replace(config, seed=9)
@@ -185,7 +199,7 @@ def test_children_are_nested_and_resume_each(config: Config) -> None:
     ids = []
     for _ in range(2):
         with TrackedRun(config) as parent:
-            with parent.child("kvpop_mlp") as child:
+            with parent.child("kvpop_mlp", replace(config, seed=5)) as child:
                 assert current_run() is child
                 child.log_metrics({"loss": 1}, step=1)
             assert current_run() is parent
@@ -194,10 +208,18 @@ def test_children_are_nested_and_resume_each(config: Config) -> None:
                 raise RuntimeError
         assert run_of(child).data.tags["mlflow.parentRunId"] == parent.run_id
         assert run_of(child).info.run_name == "kvpop_mlp"
-        assert [run_of(run).info.status for run in (parent, child, broken)] == ["FINISHED", "FINISHED",
-        "FAILED"] ids.append((parent.run_id, child.run_id, broken.run_id))
+        assert [run_of(run).info.status for run in (parent, child, broken)] == [
+            "FINISHED",
+            "FINISHED",
+            "FAILED",
+        ]
+        ids.append((parent.run_id, child.run_id, broken.run_id))
     assert ids[0] == ids[1]
     assert {line["run"] for line in local_metrics()} == {"run/kvpop_mlp"}
+    assert (
+        yaml.safe_load(Path("out/config.yaml").read_text())["seed"] == 0
+    )  # the parent's, not the last child's
+    assert "config.yaml" in {item.path for item in client().list_artifacts(child.run_id)}
 
 
 def test_sigterm_ends_a_run_as_killed_and_the_same_command_goes_on(config: Config, tmp_path: Path) -> None:
@@ -235,7 +257,7 @@ with TrackedRun(compose(["experiment=saved.yaml"])) as run:
 def test_sigterm_handler_is_put_back(config: Config) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = TrackedRun(config)
-    with pytest.raises(Terminated), run:
+    with pytest.raises(Terminated), run:  # noqa: PT012  (the block is a run)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -272,7 +294,7 @@ def test_an_absent_server_costs_one_warning(config: Config, caplog: pytest.LogCa
         run.set_tags({"a": "b"})
         with run.child("one") as child:
             child.log_metrics({"loss": 1}, step=1)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert (run.run_id, run.status) == (None, "FINISHED")
     assert len(local_metrics()) == 301
     [warning] = [record.message for record in caplog.records if "tracking" in record.message]
@@ -300,8 +322,10 @@ def test_a_server_that_comes_back_gets_what_waited(config: Config, monkeypatch: 
     assert run_of(run).info.status == "FINISHED"
 
 
-def test_a_failing_database_does_not_stop_the_training(config: Config, caplog: pytest.LogCaptureFixture)
-    -> None: Path("mlflow.db").write_text("this is no database at all, whatever its name says " * 100)
+def test_a_failing_database_does_not_stop_the_training(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("mlflow.db").write_text("this is no database at all, whatever its name says " * 100)
     with caplog.at_level(logging.WARNING), TrackedRun(config) as run:
         run.log_metrics({"loss": 1}, step=1)
     assert run.run_id is None
@@ -354,7 +378,9 @@ def test_where_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tracking_uri(None)
 
 
-def test_artifacts_lie_beside_the_database(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path:
-    Path) -> None: with TrackedRun(config) as run:
+def test_artifacts_lie_beside_the_database(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with TrackedRun(config) as run:
         pass
     assert list((tmp_path / "mlruns" / "test" / str(run.run_id)).rglob("config.yaml"))

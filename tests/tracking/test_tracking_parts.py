@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 
 from kvpop_lightning.config import compose
 from kvpop_lightning.tracking import environment, local
-from kvpop_lightning.tracking.environment import git_state, required_versions, write_atomically,
-write_run_folder from kvpop_lightning.tracking.naming import flat_params, metric_name, public_uri
+from kvpop_lightning.tracking.environment import (
+    git_state,
+    required_versions,
+    write_atomically,
+    write_run_folder,
+)
+from kvpop_lightning.tracking.naming import flat_params, metric_name, public_uri
 from kvpop_lightning.tracking.resources import ResourceMeter
 
 
@@ -61,8 +66,10 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_git_state_tells_commit_and_changes(checkout: Path, tmp_path: Path, monkeypatch:
-    pytest.MonkeyPatch) -> None: state = git_state(checkout)
+def test_git_state_tells_commit_and_changes(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = git_state(checkout)
     assert re.fullmatch(r"[0-9a-f]{40}", state["commit"])
     assert (state["dirty"], state["diff"]) == (False, "")
     (checkout / "new.txt").write_text("hello\n")
@@ -85,12 +92,17 @@ def test_run_folder_keeps_the_diff_of_a_changed_checkout(
     config = compose([f"run_dir={tmp_path / 'run'}"])
     names = {path.name for path in write_run_folder(config, ["seed=1"], "train")}
     assert names == {"config.yaml", "overrides.txt", "environment.json", "git.diff"}
-    assert json.loads((tmp_path / "run" / "environment.json").read_text())["git"] == {"commit": "c",
-    "dirty": True} state["diff"] = ""
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["git"] == {
+        "commit": "c",
+        "dirty": True,
+    }
+    state["diff"] = ""
     write_run_folder(config, [], "evaluate")
     assert not (tmp_path / "run" / "git.diff").exists()
-    assert [line.split(" ", 1)[1] for line in (tmp_path / "run" /
-        "overrides.txt").read_text().splitlines()] == [ "train seed=1",
+    assert [
+        line.split(" ", 1)[1] for line in (tmp_path / "run" / "overrides.txt").read_text().splitlines()
+    ] == [
+        "train seed=1",
         "evaluate",
     ]
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
@@ -139,8 +151,9 @@ def test_lightning_logger_writes_into_the_run(tmp_path: Path) -> None:
         logger.log_hyperparams({"a": 1})
         assert logger.experiment is run
         assert (logger.name, logger.version, logger.save_dir) == ("kvpop", "run", str(tmp_path))
-        logger.finalize("failed")  # Lightning says so of every fit it sees broken; the run decides at its
-        own end assert run.status is None
+        # Lightning says so of every fit that breaks off; the run decides at its own end.
+        logger.finalize("failed")
+        assert run.status is None
     [line] = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["step"], line["mlp/train/loss"]) == (4, 0.5)
     assert "mlp/epoch" not in line
@@ -177,8 +190,8 @@ def test_lightning_trainer_steps_are_global_steps(tmp_path: Path) -> None:
 
 
 def test_resource_meter_sees_children() -> None:
-    code = "import time; block = bytearray(200_000_000); block[::4096] = b'x' * len(block[::4096]);
-    time.sleep(3)" with ResourceMeter(interval_s=0.05) as alone:
+    code = "import time; block = bytearray(b'x') * 200_000_000; time.sleep(10)"
+    with ResourceMeter(interval_s=0.05) as alone:
         pass
     with ResourceMeter(interval_s=0.05) as meter:
         child = subprocess.Popen([sys.executable, "-c", code])
@@ -193,6 +206,6 @@ def test_resource_meter_sees_children() -> None:
 
 
 def test_tracking_imports_no_mlflow(tmp_path: Path) -> None:
-    code = "import sys; import kvpop_lightning.tracking; print(sorted({'mlflow', 'torch', 'lightning'} &
-    set(sys.modules)))" done = subprocess.run([sys.executable, "-c", code], capture_output=True,
-    text=True, check=True) assert done.stdout.strip() == "[]"
+    code = "import sys, kvpop_lightning.tracking; print({'mlflow', 'torch', 'lightning'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
