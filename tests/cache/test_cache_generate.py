@@ -51,7 +51,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_equal_the_parallel_forward(model, prompts, mode: str) -> None:
-    """PEERS.md, reported failures 1 and 4: true positions past the budget, and padding that changes nothing."""
+    """PEERS.md, reported failures 1 and 4: true positions past the budget, harmless padding."""
     expected = generate(model, prompts, use_cache=False, **MODES[mode])
     cache = BoundedCache(model)
     assert torch.equal(generate(model, prompts, past_key_values=cache, **MODES[mode]), expected)

@@ -203,7 +203,7 @@ class Ties:
 def check_free_running(parallel: Run, cached: Run, tolerance: float, row: int = 0) -> Ties:
     """(c) on an unpadded row: by the parallel priorities, each eviction is within a near-tie.
 
-    From the first different decision on, later layers see another text, so nothing after that query is compared.
+    From the first different decision on later layers see another text: nothing after that query is compared.
     """
     assert parallel.priorities is not None
     length = parallel.logits.shape[1]
@@ -224,7 +224,7 @@ def check_free_running(parallel: Run, cached: Run, tolerance: float, row: int = 
                 if other[token] == query:
                     continue
                 near_ties += 1
-                # The parallel form kept this token at this query; it dropped another there, or drops this one later.
+                # The parallel form kept this token here and dropped another one.
                 rivals = [p[j] for j, q in enumerate(other) if q == query]
                 margin = min((abs(p[token] - r) for r in rivals), default=float("inf"))
                 assert margin < NEAR_TIE, (

@@ -52,7 +52,7 @@ def prepared(loaded, name: str, **more):
 
 
 def check(model, ids, sizes) -> None:
-    """Replay within 5e-4 for every chunk size; free running differs only in near-ties, whose number is printed."""
+    """Replay within 5e-4 for every chunk size; free running differs only in near-ties, counted."""
     parallel = run_parallel(model, ids, None)
     for size in sizes:
         cached = run_cache(model, ids, None, size)
@@ -88,7 +88,7 @@ def test_padding(loaded, ids) -> None:
 
 @torch.no_grad()
 def test_prompt_longer_than_the_budget_does_not_end_the_text(loaded, ids) -> None:
-    """PEERS.md, reported failure 2: the sinks outlive the prompt. Without them the model falls apart at once."""
+    """PEERS.md, reported failure 2: the sinks outlive the prompt. Without them the model falls apart."""
     model, tokenizer = loaded
     prompt, target = ids[:, :600], ids[0, 600:700]
     with_sinks = prepared(loaded, "streaming_llm")
