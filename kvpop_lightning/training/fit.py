@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ def train(
     data: Any = None,
     logger: Any = None,
     run: Any = None,
+    callbacks: Sequence[pl.Callback] = (),
 ) -> TrainResult:
     """Trains `config.policy` and saves it to `<run_dir>/policy/<policy name>/`.
 
@@ -79,6 +80,7 @@ def train(
         data: a prepared DataModule with `train_rows` and `fingerprint`; None = `config.data`.
         logger: a Lightning logger; None = that of `run`, if given.
         run: an open `tracking.TrackedRun`; None = the innermost one open in this process, if any.
+        callbacks: further ones, which see each step before those of the training itself.
 
     Raises:
         UserError: nothing to train, data or model missing, no space, out of memory: one line that says what
@@ -107,11 +109,11 @@ def train(
         say(f"{folder} is trained with these settings already: reused")
         return TrainResult(folder, finished["metrics"], reused=True, steps=finished["steps"])
 
-    callbacks, checkpoint, stop = build_callbacks(config, key)
+    own_callbacks, checkpoint, stop = build_callbacks(config, key)
     run = run if run is not None else current_run()
     if logger is None and run is not None:
         logger = RunLogger(run)
-    job = _Job(config, model, data, fingerprint, callbacks, checkpoint, stop, logger)
+    job = _Job(config, model, data, fingerprint, [*callbacks, *own_callbacks], checkpoint, stop, logger)
     metrics = job.run()
     seconds = time.monotonic() - started
     metrics["seconds"] = seconds
@@ -245,6 +247,8 @@ def _policy_options(config: Config) -> dict[str, Any]:
     return {
         "policy": policy.name,
         "decay": policy.decay,
+        "decay_depth": policy.decay_depth,
+        "decay_heads": policy.decay_heads,
         "decay_step": policy.decay_step,
         "inputs": scorer.inputs,
         "delay": scorer.delay,

@@ -27,9 +27,9 @@ def cosine_with_warmup(step: int, *, warmup: int, total: int, final: float) -> f
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _decays(name: str, parameter: nn.Parameter, *, batched: bool) -> bool:
-    # Scorer parameters carry a leading head axis, so a bias is [H, width] and a matrix [H, in, out].
-    return parameter.ndim >= (3 if batched else 2)
+def _decays(name: str) -> bool:
+    """Matrices decay; biases (gates included) and norms do not."""
+    return not any(word in name for word in ("bias", "norm"))
 
 
 def parameter_groups(
@@ -39,12 +39,12 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """AdamW groups with a `group` label (`scorer` or `base`); biases, gates and norms do not decay."""
     groups: list[dict[str, Any]] = []
-    for label, named, rate, batched in (
-        ("scorer", list(scorers), config.scorer_lr, True),
-        ("base", list(base), config.base_lr, False),
+    for label, named, rate in (
+        ("scorer", list(scorers), config.scorer_lr),
+        ("base", list(base), config.base_lr),
     ):
         for decays in (True, False):
-            chosen = [p for n, p in named if p.requires_grad and _decays(n, p, batched=batched) is decays]
+            chosen = [p for n, p in named if p.requires_grad and _decays(n) is decays]
             if chosen:
                 decay = config.weight_decay if decays else 0.0
                 groups.append({"params": chosen, "group": label, "lr": rate, "weight_decay": decay})
