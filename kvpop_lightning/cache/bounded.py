@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -207,6 +208,15 @@ class BoundedCache(Cache):
             self._seen = last.seen + last.count
             self._spans = None
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache:
+        """A copy with its own slots for the same model: a prompt read once can be gone on from many times."""
+        for shared in (self.policy, self._config, *self.policy.scorers):
+            memo[id(shared)] = shared
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
 
     # -------- what it holds
     def eviction_times(self, layer_index: int) -> Tensor:

@@ -87,8 +87,7 @@ class BoundedLayer(CacheLayerMixin):
         self._start = {
             name: tensor[:1].clone() for name, tensor in self._store.items() if name.startswith("state.")
         }
-        self._log = None
-        self.is_initialized = True
+        self.is_initialized, self.batch_size = True, -1
         self._activate(batch)
 
     def _activate(self, batch: int) -> None:

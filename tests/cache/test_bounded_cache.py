@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from layer_harness import HID, feed, make_cache, make_policy, random_text
@@ -190,6 +192,42 @@ def test_two_counters() -> None:
     assert cache.get_max_length() == -1
     position = cache.begin(2, 2, torch.cat([mask, torch.ones(2, 2, dtype=torch.bool)], 1))
     assert position.tolist() == [[13, 14], [20, 21]]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "mlstm"])
+def test_a_copy_goes_its_own_way(kind: str) -> None:
+    """A prompt read once serves several continuations; the copy belongs to the same model."""
+    policy = make_policy(kind)
+    start, one, two = random_text(20), random_text(15, seed=1), random_text(11, seed=2)
+    cache = make_cache(policy)
+    feed(cache, start, [7])
+    twin = copy.deepcopy(cache)
+    assert twin.policy is policy
+    assert twin.layers[0].scorer is policy.scorers[0]
+    for used, text in ((cache, one), (twin, two)):
+        whole = tuple(
+            torch.cat([a, b], dim=2 if a.dim() == 4 else 1) for a, b in zip(start, text, strict=True)
+        )
+        straight = make_cache(policy)
+        expected = feed(straight, whole, [7])
+        parts = []
+        for i in range(text[0].shape[2]):
+            part = tuple(x[:, :, i : i + 1] if x.dim() == 4 else x[:, i : i + 1] for x in text)
+            used.begin(1, 1, policy=policy)
+            parts.append(used.attend(0, *part, 0.5))
+        torch.testing.assert_close(torch.cat(parts, 2), expected[:, :, 20:], atol=1e-12, rtol=0)
+        assert torch.equal(used.eviction_times(0), straight.eviction_times(0))
+
+
+def test_another_dtype_after_reset() -> None:
+    policy = make_policy("streaming_llm")
+    cache = make_cache(policy)
+    feed(cache, random_text(9), [4])
+    cache.reset()
+    half = tuple(x.bfloat16() for x in random_text(9))
+    assert feed(cache, half, [4]).dtype == torch.bfloat16
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert cache.layers[0].score.dtype == torch.float32
 
 
 def test_no_record_no_growth() -> None:
