@@ -153,7 +153,8 @@ def strip_size(query: Tensor, max_elements: int | None = None) -> int:
     batch, heads, length, _ = query.shape
     if max_elements is None:
         max_elements = _STRIP_ELEMENTS_CPU if query.device.type == "cpu" else _STRIP_ELEMENTS_GPU
-    return max(_MIN_STRIP, max_elements // max(1, batch * heads * length))
+    size = max(_MIN_STRIP, max_elements // max(1, batch * heads * length))
+    return max(1, min(size, length))
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
