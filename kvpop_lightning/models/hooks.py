@@ -35,6 +35,14 @@ def before_decoder(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of the decoder: one ForwardContext for all its layers.
 
+    With a BoundedCache it calls `cache.begin(batch, q_len, mask, position_ids, policy=policy)` once: mask
+    bool [B, columns seen + q_len] or None, position_ids int64 [B or 1, q_len] as the caller gave them or
+    None; what `begin` returns, int64 [B, q_len], are the positions that RoPE uses. The layers' attention then
+    calls `cache.attend`.
+    Without a cache it derives position_ids and document_ids of whole rows: a document starts where
+    position_ids are not the previous plus one (or as `document_ids` [B, T] say, which the model takes too),
+    padding is -1.
+
     Raises:
         ValueError: another attention was set, a mask that is no padding mask or has the wrong length, a
             packed row or a foreign cache together with a cache, positions that do not fit.

@@ -70,7 +70,7 @@ def test_reference_equals_the_loop(documents: bool, chunk: int | None) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_gradients_of_out_and_lse_are_right(chunk: int | None) -> None:
-    q, k, v, e, ids = problem(1, B=1, H=2, G=2, T=9, D=3)
+    q, k, v, e, ids = problem(1, B=1, H=2, G=2, T=7, D=2)
     for x in (q, k, v):
         x.requires_grad_()
 
@@ -78,7 +78,7 @@ def test_gradients_of_out_and_lse_are_right(chunk: int | None) -> None:
         out, lse = sparse_attention(q, k, v, e, budget=BUDGET, document_ids=ids, query_chunk=chunk)
         return out, lse.masked_fill(lse.isinf(), 0.0)
 
-    assert torch.autograd.gradcheck(f, (q, k, v))
+    assert torch.autograd.gradcheck(f, (q, k, v), fast_mode=chunk is not None)
 
 
 def test_a_row_that_sees_nothing_is_clean() -> None:
@@ -99,7 +99,7 @@ def test_fused_form_equals_the_reference_with_gradients(T: int, total: int, docu
     """517 tokens under 8 keys takes the gathered path; an imposed pattern may hold more keys than the budget
     says.
     """
-    for seed in range(3):
+    for seed in range(3 if T > 100 else 2):
         q, k, v, e, ids = problem(seed, T=T, D=20)
         if not documents:
             ids = None
@@ -151,8 +151,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_dense_attention_is_causal_inside_documents() -> None:
-    for seed in range(3):
-        q, k, v, _, ids = problem(seed)
+    for seed in range(2):
+        q, k, v, _, ids = problem(seed, B=2, G=1)
         never = torch.full((2, 2, 63), NEVER)
         for documents in (None, ids):
             expected, _ = by_hand(q, k, v, never, documents, 0.3)

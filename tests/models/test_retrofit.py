@@ -116,6 +116,22 @@ def test_observed_tensors(family: str) -> None:
     assert seen[-1].lse.isfinite().all()
 
 
+def test_given_positions_turn_the_keys_and_policy_counts_from_zero() -> None:
+    """A row that starts at position 100 is rotated from there on, while its sinks and decay count from its
+    first token.
+    """
+    model = retrofit(tiny_model(), BUDGET)
+    seen: list[LayerObservation] = []
+    with observe(model, seen.append):
+        logits(model, ids(20))
+        logits(model, ids(20), position_ids=torch.arange(100, 120)[None])
+    first, later = seen[0], seen[2]
+    assert torch.equal(later.position, first.position)
+    assert not torch.allclose(later.key, first.key, atol=1e-2)
+    dot = [(s.query[:, ::3] @ s.key.transpose(-1, -2)) for s in (first, later)]
+    torch.testing.assert_close(*dot, atol=1e-3, rtol=0)  # RoPE depends on distances alone
+
+
 def test_replay_imposes_times() -> None:
     model = retrofit(tiny_model(), BUDGET)
     x = ids(50)
