@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kvpop_lightning.config.compose import compose, to_yaml
 from kvpop_lightning.errors import ConfigError, Terminated, UserError
 
 MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
+OPTIONS = ("--help", "--print-config", "--version")
 PACKAGE = str(Path(__file__).resolve().parent)
 
 
@@ -33,14 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     call: Call | None = None
     try:
         name, flags, settings = _split(words)
-        if name is None:
+        command = load_command(name) if name is not None else None
+        settings = _settings(command, settings)
+        if name is None or command is None:
             print(__version__ if "--version" in flags else help_text.overview())
             return 0
-        command = load_command(name)
         if "--help" in flags:
             print(help_text.of_command(name, command))
             return 0
-        config = compose(settings, command=name, default_experiment=command.DEFAULT_EXPERIMENT)
+        given = [*getattr(command, "words_before", _nothing_before)(settings), *settings]
+        config = compose(given, command=name, default_experiment=command.DEFAULT_EXPERIMENT)
         if "--print-config" in flags:
             print(to_yaml(config), end="")
             return 0
@@ -73,14 +77,13 @@ def _split(words: Sequence[str]) -> tuple[str | None, set[str], list[str]]:
     for word in words:
         if word in ("-h", "--help"):
             flags.add("--help")
-        elif word in ("--print-config", "--version"):
+        elif word in OPTIONS:
             flags.add(word)
-        elif word.startswith("-") and "=" not in word:
-            known = ("--help", "--print-config", "--version")
-            raise UserError(f"unknown option {word}{did_you_mean(word, known)}")
         else:
             rest.append(word)
-    name = rest.pop(0) if rest else None
+    name = next((word for word in rest if not _is_flag(word)), None)
+    if name is not None:
+        rest.remove(name)
     if name is not None and name not in COMMANDS:
         raise UserError(f"unknown command '{name}'{did_you_mean(name, COMMANDS)}")
     if name is None and "--print-config" in flags:
@@ -88,9 +91,44 @@ def _split(words: Sequence[str]) -> tuple[str | None, set[str], list[str]]:
     return name, flags, rest
 
 
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and "=" not in word
+
+
+def _settings(command: Command | None, words: Sequence[str]) -> list[str]:
+    """The words with a command's own flags and its argument written as settings."""
+    own: dict[str, str] = getattr(command, "FLAGS", {})
+    argument: str | None = getattr(command, "ARGUMENT", None)
+    found: list[str] = []
+    for word in words:
+        if word in own:
+            found.append(own[word])
+        elif _is_flag(word):
+            raise UserError(f"unknown option {word}{did_you_mean(word, (*OPTIONS, *own))}")
+        elif (
+            argument is not None and "=" not in word and not any(w.startswith(f"{argument}=") for w in found)
+        ):
+            found.append(f"{argument}={word}")
+        else:
+            found.append(word)
+    return found
+
+
+def _nothing_before(settings: Sequence[str]) -> list[str]:
+    return []
+
+
 def _set_up_process() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("kvpop_lightning").setLevel(logging.INFO)
+    """Our own messages from INFO on, of the libraries only what a user must know."""
+    logger = logging.getLogger("kvpop_lightning")
+    if not logger.handlers:  # on our logger, not on the root: Lightning has handlers of its own
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # devices found, advertisements
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns at every fork of a loader's worker
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

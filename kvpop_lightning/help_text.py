@@ -35,7 +35,7 @@ def of_command(name: str, command: Command) -> str:
     lines = [
         f"kvpop {name}: {command.SUMMARY}",
         "",
-        f"usage: kvpop {name} [key=value ...] [--print-config]",
+        f"usage: kvpop {name}{_own_words(command)} [key=value ...] [--print-config]",
         "",
     ]
     for paragraph in textwrap.dedent(command.DETAILS).strip().split("\n\n"):
@@ -61,6 +61,13 @@ def of_command(name: str, command: Command) -> str:
         "kvpop_lightning/config/schema.py",
     ]
     return "\n".join(lines)
+
+
+def _own_words(command: Command) -> str:
+    """` NAME [--worker]` for a command that takes a bare word and flags."""
+    argument: str | None = getattr(command, "ARGUMENT", None)
+    word = f" {argument.rpartition('.')[2].upper()}" if argument else ""
+    return word + "".join(f" [{flag}]" for flag in getattr(command, "FLAGS", {}))
 
 
 def _default(value: Any) -> str:

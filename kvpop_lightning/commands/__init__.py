@@ -30,7 +30,8 @@ class Command(Protocol):
     """Settings shown in the command's help, by dotted key."""
     DEFAULT_EXPERIMENT: str | None
     """Experiment when the command line names none."""
-    # A command may also have `ARGUMENT`, the key that a word without `=` is the value of (`kvpop sweep NAME`),
+    # A command may also have `ARGUMENT`, the key that a word without `=` is the value of (`kvpop sweep
+    # NAME`),
     # `FLAGS`, words with dashes and the setting each stands for (`--worker`), and `words_before(settings)`,
     # settings that go in front of what the user typed (those of the sweep's file).
 

@@ -28,6 +28,10 @@ FREE_TEXT = ("generate.prompt", "generate.system")
 """Keys whose `${...}` is text, not a reference to another key: they go past OmegaConf."""
 
 
+OWN_KEYS = ("generate", "sweep")
+"""Commands that take the keys of their own group without its name in front (`storage=...`)."""
+
+
 @dataclass(frozen=True)
 class _Assignment:
     key: str
@@ -47,8 +51,8 @@ def compose(
 
     Args:
         command_line: `key=value` words.
-        command: name of the command; `generate` takes its own keys without the `generate.` in front, and
-            checks that do not concern a command are left out. None = every check.
+        command: name of the command; `generate` and `sweep` take their own keys without their name in front,
+            and checks that do not concern a command are left out. None = every check.
         default_experiment: experiment when the command line names none (`kvpop demo`).
         sweep_point: values of one sweep trial by dotted key.
 
@@ -113,7 +117,7 @@ def _split(words: Sequence[str], command: str | None, problems: list[str]) -> li
             problems.append(f"'{key}': keys take no dashes; write {key.lstrip('-')}={value}")
         else:
             own = f"{command}.{key.strip()}"
-            pairs.append((own if command == "generate" and own in settings() else key.strip(), value))
+            pairs.append((own if command in OWN_KEYS and own in settings() else key.strip(), value))
     return pairs
 
 

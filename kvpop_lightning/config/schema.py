@@ -106,6 +106,11 @@ class PolicyConfig:
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     decay: float = 0.7408182206817179
     """gamma in (0, 1]: exp(-0.3) per `decay_step` tokens."""
+    decay_depth: float = 0.0
+    """How the decay's rate (-log gamma) changes with depth: times exp(-decay_depth) in the first layer, times
+    exp(decay_depth) in the last; 0 = the same in all layers."""
+    decay_heads: float = 0.0
+    """The same spread over the KV heads of a layer, first to last; 0 = the same for all heads."""
     decay_step: int = 64
     """delta, in tokens."""
     equal_bytes: bool = True
@@ -262,6 +267,39 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    name: str | None = None
+    """The sweep: `sweeps/NAME.yaml`, or a path that ends in .yaml. `kvpop sweep NAME` sets it."""
+    worker: bool = False
+    """Join the study that another `kvpop sweep NAME` made in the same storage (`--worker`)."""
+    workers: int = 1
+    """Trials at the same time on this machine; 0 = make the study and leave."""
+    storage: str | None = None
+    """null = sqlite in the run folder, `journal` = a journal file there, a path (.db or .log), or a
+    `postgresql://` or `mysql://` address for workers on many machines."""
+    study: str | None = None
+    """Name of the study in its storage; null = the name of the sweep."""
+    trials: int | None = None
+    """Total number of trials instead of the sweep file's."""
+    time_limit_s: float | None = None
+    """Seconds after which no trial starts and running ones are stopped, instead of the sweep file's."""
+    gpus: list[str] = field(default_factory=lambda: ["auto"])
+    """GPUs that trials take turns on: `auto` = all that are visible, `none`, or device numbers."""
+    retries: int = 2
+    """How often a trial that died (crash, lost worker) is run again."""
+    heartbeat_s: float = 15.0
+    """Seconds between two signs of life of a running trial; after four without one it counts as lost."""
+    grace_s: float = 60.0
+    """Seconds that a trial gets to write its checkpoint when it is asked to stop, before SIGTERM."""
+    trial_timeout_s: float | None = None
+    """Longest time of one trial; a longer one is stopped and fails."""
+    memory_limit_gb: float | None = None
+    """Memory a trial may allocate on the CPU; one that wants more ends as out of memory, alone."""
+    threads: int | None = None
+    """CPU threads of one trial; null = this machine's, shared among the workers."""
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -271,6 +309,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     experiment: str | None = None
     """`configs/experiment/NAME.yaml`, or a path that ends in .yaml."""
     seed: int = 0

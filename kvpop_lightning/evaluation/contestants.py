@@ -171,6 +171,8 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
                         budget,
                         **_shape(model.kvpop),
                         decay=config.policy.decay,
+                        decay_depth=config.policy.decay_depth,
+                        decay_heads=config.policy.decay_heads,
                         decay_step=config.policy.decay_step,
                         match_bytes=config.policy.equal_bytes,
                         seed=config.seed,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvpop_lightning.policy import memory
 from kvpop_lightning.policy.budget import Budget
+from kvpop_lightning.policy.decay import spread_decay
 from kvpop_lightning.policy.eviction import eviction_time
 from kvpop_lightning.policy.priority import priority_at
 from kvpop_lightning.policy.scorers import Scorer, build_scorer
@@ -77,6 +78,8 @@ class RetentionPolicy(nn.Module):
         head_dim: int,
         hidden_size: int,
         decay: Decay,
+        decay_depth: float = 0.0,
+        decay_heads: float = 0.0,
         decay_step: int = 64,
         match_bytes: bool = False,
         seed: int = 0,
@@ -87,6 +90,8 @@ class RetentionPolicy(nn.Module):
         Args:
             scorer: type for `build_scorer`, which also takes `scorer_options`.
             num_heads: KV heads.
+            decay_depth, decay_heads: how a decay given as one number spreads over layers and heads, see
+                `spread_decay`.
             match_bytes: lower `budget.topk` by what the scorer's memory costs (AMENDMENTS.md, 3).
             seed: of the initial weights and of the random rule.
         """
@@ -107,6 +112,8 @@ class RetentionPolicy(nn.Module):
         ]
         if match_bytes:
             budget = memory.equal_bytes_budget(budget, scorers[0])
+        if decay_depth or decay_heads:
+            decay = spread_decay(decay, num_layers, num_heads, depth=decay_depth, heads=decay_heads)
         return cls(name, budget, scorers, decay=decay, decay_step=decay_step)
 
     @property

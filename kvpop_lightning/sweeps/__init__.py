@@ -1,0 +1,1 @@
+"""Searches over settings: one trial is one child process that trains and is measured (docs/sweeps.md)."""

@@ -1,0 +1,311 @@
+"""`kvpop sweep`: make or join the study, run workers, conclude."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpop_lightning.config.schema import Config
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.sweeps import best as conclusions
+from kvpop_lightning.sweeps import study as studies
+from kvpop_lightning.sweeps import trial as trials
+from kvpop_lightning.sweeps.checks import baseline_points, check_settings, total_trials
+from kvpop_lightning.sweeps.gpus import assign_gpus
+from kvpop_lightning.sweeps.objective import Objective
+from kvpop_lightning.sweeps.point import trial_words
+from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
+from kvpop_lightning.sweeps.sampling import build_pruner, laid_out_points
+from kvpop_lightning.sweeps.show import SweepScreen
+from kvpop_lightning.sweeps.spec import load_sweep
+from kvpop_lightning.sweeps.storage import one_at_a_time, open_storage, storage_address
+from kvpop_lightning.sweeps.tickets import Progress, Tickets
+from kvpop_lightning.sweeps.trial import CHILD, TrialResult, run_trial
+from kvpop_lightning.sweeps.worker import Worker, WorkPlan
+from kvpop_lightning.tracking import TrackedRun
+from kvpop_lightning.tracking.environment import write_atomically
+
+LOOK_S = 0.5
+COUNT_S = 2.0
+
+
+@dataclass
+class SweepOutcome:
+    """What a run of a sweep left behind."""
+
+    progress: Progress
+    table: list[dict[str, Any]]
+    """Every trial, also in `trials.json`."""
+    best: list[dict[str, Any]]
+    """Re-scored trials, best first, also in `best.json`; empty until the sweep is complete."""
+    experiment: Path | None = None
+    """`configs/experiment/NAME_best.yaml`."""
+    stopped: str = ""
+    """Why it ended before the total."""
+
+
+class SweepRun:
+    """One call of `kvpop sweep`.
+
+    Args:
+        config: the sweep's configuration: its `run_dir` is the sweep's folder.
+        overrides: what the user typed; wins over the file.
+        command: what runs a trial (tests).
+
+    Raises:
+        ConfigError, UserError: anything wrong with the file, the space, a baseline point or the settings,
+            before anything starts.
+    """
+
+    def __init__(
+        self, config: Config, overrides: Sequence[str] = (), *, command: Sequence[str] = CHILD
+    ) -> None:
+        if not config.sweep.name:
+            raise UserError("which sweep? kvpop sweep NAME reads sweeps/NAME.yaml")
+        self.config, self.settings, self.command = config, config.sweep, tuple(command)
+        self.sweep = load_sweep(config.sweep.name)
+        self.folder = Path(config.run_dir)
+        own = trial_words(overrides)
+        self.words = [*self.sweep.words, *own]
+        self.total = total_trials(self.sweep, self.settings.trials)
+        base = check_settings(self.sweep, own, self.words, self.total)
+        self.baseline = baseline_points(self.sweep, self.words, base)
+        self.steps = base.trainer.max_steps
+        self.every = self.sweep.pruner.every or max(1, self.steps // 4)
+        self.address = storage_address(self.settings.storage, self.folder)
+        self.study_name = self.settings.study or self.sweep.name
+        self.gpus = assign_gpus(self.settings.gpus, self.settings.workers)
+        self.runs = TrialRuns(config)
+        self.stop = threading.Event()
+        self._errors: list[BaseException] = []
+
+    def run(self) -> SweepOutcome:
+        """Makes the study, works until its total, concludes. Ctrl-C gives running trials back and raises."""
+        storage = open_storage(self.address, self.settings.heartbeat_s)
+        with one_at_a_time(self.folder):
+            study = studies.create_study(storage, self.study_name, self.sweep, self.words)
+            laid_out = laid_out_points(self.sweep, max(0, self.total - len(self.baseline)))
+            self._tickets(study).top_up(self.total, self.baseline, laid_out)
+        if self.settings.workers == 0:
+            return SweepOutcome(self._tickets(study).progress(), [], [], stopped="only made")
+        name = self.config.tracking.run_name or f"sweep {self.sweep.name}"
+        with TrackedRun(
+            self.config, name=name, command="sweep", overrides=self.words, tags={"sweep": self.sweep.name}
+        ) as parent:
+            if parent.run_id is not None:
+                study.set_user_attr(studies.PARENT_RUN, parent.run_id)
+            try:
+                outcome = self._work(study, storage, parent.run_id)
+                if outcome.progress.complete:
+                    self._conclude(study, outcome)
+            finally:
+                # Also after Ctrl-C or an error of our own: no run of a trial may stay RUNNING.
+                self.runs.close_left_over(parent.run_id, self._run_ids_elsewhere(study))
+            self._keep(parent, study, outcome)
+        return outcome
+
+    def join(self) -> SweepOutcome:
+        """Works for a study that another process made, until nothing waits any more."""
+        storage = open_storage(self.address, self.settings.heartbeat_s)
+        study = studies.join_study(storage, self.study_name, self.address)
+        studies.check_same_question(study, self.sweep, self.words)
+        return self._work(study, storage, study.user_attrs.get(studies.PARENT_RUN))
+
+    def _work(self, study: Any, storage: Any, parent_run_id: str | None) -> SweepOutcome:
+        limit = self.settings.time_limit_s or self.sweep.time_limit_s
+        until = time.monotonic() + limit if limit else None
+        searched = [parameter.key for parameter in self.sweep.space]
+        directions = dict(zip(self.sweep.objective.metrics, self.sweep.directions, strict=True))
+        screen = SweepScreen(self.sweep.name, searched, directions, max(1, len(self.gpus)))
+        own = self._tickets(study)
+        plan = self._plan(parent_run_id)
+        stopped = ""
+        with screen:
+            screen.progress(own.progress())
+            threads = [
+                threading.Thread(
+                    target=self._worker, args=(plan, storage, gpu, screen), name=f"worker {index}"
+                )
+                for index, gpu in enumerate(self.gpus or [None])
+            ]
+            for thread in threads:
+                thread.start()
+            counted = time.monotonic()
+            try:
+                while any(thread.is_alive() for thread in threads):
+                    threads[0].join(LOOK_S) if threads[0].is_alive() else time.sleep(LOOK_S)
+                    if time.monotonic() - counted > COUNT_S:
+                        counted = time.monotonic()
+                        screen.progress(own.progress(), self._best_so_far(study))
+                    if until is not None and time.monotonic() > until and not self.stop.is_set():
+                        stopped = f"time limit of {limit:g} s"
+                        self.stop.set()
+            finally:  # also Ctrl-C: children write checkpoints, trials go back to the queue
+                self.stop.set()
+                for thread in threads:
+                    thread.join()
+            screen.progress(own.progress(), self._best_so_far(study))
+        if self._errors:
+            raise self._errors[0]
+        progress = own.progress()
+        return SweepOutcome(
+            progress,
+            studies.trials_table(study, self.sweep.objective.metrics),
+            [],
+            stopped="" if progress.complete else stopped,
+        )
+
+    def _worker(self, plan: WorkPlan, storage: Any, gpu: str | None, screen: SweepScreen) -> None:
+        import optuna
+
+        try:
+            pruner = build_pruner(self.sweep.pruner, self.steps, self.every)
+            study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=pruner)
+            Worker(plan, self._tickets(study), gpu=gpu, stop=self.stop, show=screen.update).run()
+        except BaseException as error:  # of a thread: the main one raises it
+            self._errors.append(error)
+            self.stop.set()
+
+    def _plan(self, parent_run_id: str | None) -> WorkPlan:
+        settings, pruner = self.settings, self.sweep.pruner
+        measure: dict[str, Any] = {"by_row": True} if pruner.name == "wilcoxon" else {}
+        if pruner.measured:
+            measure = {"every": self.every, "rows": pruner.rows}
+        tags = {"sweep": self.sweep.name, "study": self.study_name}
+        return WorkPlan(
+            sweep=self.sweep,
+            words=self.words,
+            folder=self.folder,
+            tags=tags | ({PARENT_TAG: parent_run_id} if parent_run_id else {}),
+            runs=self.runs,
+            measure=measure,
+            heartbeat_s=settings.heartbeat_s,
+            grace_s=settings.grace_s,
+            timeout_s=settings.trial_timeout_s,
+            memory_limit_gb=settings.memory_limit_gb,
+            threads=settings.threads or _thread_share(max(1, settings.workers)),
+            command=self.command,
+        )
+
+    def _tickets(self, study: Any) -> Tickets:
+        return Tickets(
+            study,
+            retries=self.settings.retries,
+            heartbeat_s=self.settings.heartbeat_s,
+            on_lost=lambda trial: self.runs.ended(
+                self._run_of(trial), trials.FAILED, {"sweep.message": "lost"}
+            ),
+        )
+
+    def _run_of(self, trial: Any) -> str | None:
+        """The run of a trial whose worker could not tell it any more: its folder names it, if it is here."""
+        from kvpop_lightning.sweeps.files import run_id_in
+
+        ticket = trial.user_attrs.get("ticket")
+        return run_id_in(self.folder / "trials" / f"{ticket:04d}", f"trial {ticket}")
+
+    def _run_ids_elsewhere(self, study: Any) -> set[str]:
+        import optuna
+
+        running = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        return {run_id for trial in running if (run_id := self._run_of(trial)) is not None}
+
+    def _best_so_far(self, study: Any) -> dict[str, Any] | None:
+        found = conclusions.ranked(study, self.sweep)
+        if not found:
+            return None
+        metrics = self.sweep.objective.metrics
+        if self.sweep.several:
+            return {"text": f"{len(found)} on the front"}
+        return {"text": f"{metrics[0]} {found[0].values[0]:.5g} (trial {found[0].number})"}
+
+    def _conclude(self, study: Any, outcome: SweepOutcome) -> None:
+        """Re-scores the best and the baseline, writes the winner as an experiment."""
+        plan = self._plan(study.user_attrs.get(studies.PARENT_RUN))
+        print(
+            f"{len(conclusions.to_rescore(study, self.sweep))} trials measured again on "
+            f"{self.sweep.rescore_rows} rows",
+            flush=True,
+        )
+
+        def measure(trial: Any, objective: Objective) -> TrialResult:
+            ticket = trial.user_attrs["ticket"]
+            result = run_trial(
+                plan.words,
+                trial.user_attrs.get("point", dict(trial.params)),
+                run_dir=plan.trial_folder(ticket),
+                objective=objective,
+                gpu=self.gpus[0] if self.gpus else None,
+                tags=plan.tags,
+                name=f"trial {ticket}",
+                measure={"prefix": "rescored/"},
+                grace_s=plan.grace_s,
+                memory_limit_gb=plan.memory_limit_gb,
+                threads=self.settings.threads or _thread_share(1),
+                command=plan.command,
+            )
+            if result.state == trials.FINISHED:
+                name = objective.metrics[0]
+                print(f"trial {trial.number}: {name} {result.values[name]:.5g}", flush=True)
+            else:
+                print(f"trial {trial.number} could not be measured again: {result.message}", flush=True)
+                self.runs.ended(result.run_id, result.state, {})
+            return result
+
+        outcome.best = conclusions.rescore(study, self.sweep, measure, stop=lambda: False)
+        if outcome.best:
+            first = outcome.best[0]
+            note = (
+                f"Best point of sweep {self.sweep.name}, trial {first['number']}: "
+                f"{conclusions.headline_of(first, self.sweep.objective.metrics)}."
+            )
+            outcome.experiment = conclusions.write_best(self.sweep, self.words, first["point"], note)
+
+    def _keep(self, parent: TrackedRun, study: Any, outcome: SweepOutcome) -> None:
+        outcome.table = studies.trials_table(study, self.sweep.objective.metrics)
+        _write(self.folder / "trials.json", outcome.table)
+        files = [self.folder / "trials.json", self.sweep.path]
+        if outcome.best:
+            _write(self.folder / "best.json", outcome.best)
+            files.append(self.folder / "best.json")
+            winner = outcome.best[0]
+            parent.log_metrics({f"best/{name}": value for name, value in winner["rescored"].items()}, step=0)
+            parent.set_tags({f"best.{key}": value for key, value in winner["point"].items()})
+        if outcome.experiment is not None:
+            files.append(outcome.experiment)
+        states = [entry["state"] for entry in outcome.table]
+        parent.log_metrics({f"trials/{s}": states.count(s) for s in ("complete", "pruned", "fail")}, step=0)
+        for path in files:
+            parent.log_artifact(path)
+
+
+def run_sweep(
+    config: Config, overrides: Sequence[str] = (), *, command: Sequence[str] = CHILD
+) -> SweepOutcome:
+    """Runs or joins the sweep that `config.sweep` names; see `SweepRun`."""
+    sweep_run = SweepRun(config, overrides, command=command)
+    if config.sweep.worker:
+        if config.sweep.storage is None:
+            raise UserError(
+                "--worker needs the storage of the sweep that it joins, as in storage=postgresql://user@host/database"
+            )
+        return sweep_run.join()
+    return sweep_run.run()
+
+
+def _thread_share(workers: int) -> int:
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    return max(1, cores // workers)
+
+
+def _write(path: Path, content: Any) -> None:
+    write_atomically(path, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,218 @@
+"""`sweeps/NAME.yaml` read and checked: everything wrong with it is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpop_lightning.config.choices import did_you_mean
+from kvpop_lightning.config.files import config_roots, read_yaml
+from kvpop_lightning.errors import ConfigError, UserError
+from kvpop_lightning.sweeps.objective import Objective
+from kvpop_lightning.sweeps.parts import (
+    PrunerSpec,
+    SamplerSpec,
+    metrics_of,
+    pruner_of,
+    sampler_of,
+    table_of,
+    whole_of,
+)
+from kvpop_lightning.sweeps.space import MAX_GRID, Parameter, Point, grid_points, parse_space
+
+FOLDER = "sweeps"
+NOT_A_SWEEP = "ablation_"
+"""File names that begin so are grids for `kvpop ablate`."""
+_KEYS = (
+    "experiment",
+    "overrides",
+    "objective",
+    "metrics",
+    "sampler",
+    "pruner",
+    "trials",
+    "time_limit_s",
+    "rescore",
+    "baseline",
+    "space",
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep file."""
+
+    name: str
+    path: Path
+    experiment: str | None
+    overrides: tuple[str, ...]
+    objective: Objective
+    directions: tuple[str, ...]
+    """`minimize` or `maximize` for each of `objective.metrics`."""
+    sampler: SamplerSpec
+    pruner: PrunerSpec
+    trials: int
+    """All trials, baseline points included."""
+    time_limit_s: float | None
+    rescore_best: int
+    rescore_rows: int
+    baseline: tuple[Point, ...]
+    space: tuple[Parameter, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """The settings that the file fixes, as on a command line."""
+        first = [f"experiment={self.experiment}"] if self.experiment else []
+        return [*first, *self.overrides]
+
+    @property
+    def several(self) -> bool:
+        """More than one metric: the result is a Pareto front."""
+        return len(self.directions) > 1
+
+
+def sweep_roots() -> list[Path]:
+    """The folders `sweeps` beside the folders of configuration files, best first."""
+    return [root.parent / FOLDER for root in config_roots() if (root.parent / FOLDER).is_dir()]
+
+
+def sweep_names() -> list[str]:
+    found = {path.stem for root in sweep_roots() for path in root.glob("*.yaml")}
+    return sorted(name for name in found if not name.startswith(NOT_A_SWEEP))
+
+
+def sweep_file(name: str) -> Path:
+    """`sweeps/NAME.yaml`, or a path that ends in .yaml.
+
+    Raises:
+        UserError: there is none; the message names the choices.
+    """
+    if name.endswith((".yaml", ".yml")):
+        if Path(name).is_file():
+            return Path(name)
+        raise UserError(f"sweep {name}: there is no such file")
+    for root in sweep_roots():
+        if (root / f"{name}.yaml").is_file():
+            return root / f"{name}.yaml"
+    raise UserError(f"sweep {name}: there is no {FOLDER}/{name}.yaml{did_you_mean(name, sweep_names())}")
+
+
+def load_sweep(name: str) -> Sweep:
+    """The sweep NAME.
+
+    Raises:
+        ConfigError: everything that is wrong with the file, one line each.
+        UserError: no such file.
+    """
+    path = sweep_file(name)
+    body = read_yaml(path)
+    problems: list[str] = []
+    sweep = _parse(path, body, problems)
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    assert sweep is not None
+    return sweep
+
+
+def words_of_sweep(name: str) -> list[str]:
+    """Settings that go in front of the user's: the file's own, and the sweep's folder."""
+    sweep = load_sweep(name)
+    return [*sweep.words, f"run_dir=runs/sweeps/{sweep.name}"]
+
+
+def _parse(path: Path, body: dict[str, Any], problems: list[str]) -> Sweep | None:
+    for key in body:
+        if key not in _KEYS:
+            problems.append(f"unknown key '{key}'{did_you_mean(key, _KEYS)}")
+    metrics, directions = metrics_of(body.get("metrics"), problems)
+    space = parse_space(body.get("space"), problems)
+    sampler = sampler_of(body.get("sampler") or {}, space, directions, problems)
+    pruner = pruner_of(body.get("pruner") or {}, metrics, directions, problems)
+    objective = table_of(body, "objective", ("budget", "rows"), problems)
+    rescore = table_of(body, "rescore", ("best", "rows"), problems)
+    rows = whole_of(objective, "rows", 2, problems, "objective")
+    budget = (
+        None if objective.get("budget") is None else whole_of(objective, "budget", 1, problems, "objective")
+    )
+    trials = None if body.get("trials") is None else whole_of(body, "trials", 1, problems)
+    if sampler.name == "grid" and not problems:
+        trials = _grid_trials(space, trials, problems)
+    elif trials is None:
+        problems.append("trials: give the total number of trials")
+    if pruner.name == "wilcoxon" and rows < 2:
+        problems.append("pruner: wilcoxon compares rows: objective.rows must be at least 2")
+    limit = body.get("time_limit_s")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0):
+        problems.append(f"time_limit_s={limit}: must be a number of seconds above 0")
+    baseline = _baseline(body.get("baseline"), problems)
+    if sampler.name == "grid" and baseline:
+        problems.append("baseline: a grid has all its points; put the baseline's values among them")
+    elif trials is not None and len(baseline) > trials:
+        problems.append(f"trials={trials}: there are {len(baseline)} baseline points already")
+    overrides = _overrides(body.get("overrides"), space, problems)
+    best = whole_of(rescore, "best", 3, problems, "rescore", low=0)
+    rescore_rows = whole_of(rescore, "rows", 8, problems, "rescore")
+    if rescore_rows < rows:
+        problems.append(f"rescore.rows={rescore_rows}: must be at least objective.rows {rows}")
+    if problems:
+        return None
+    return Sweep(
+        name=path.stem,
+        path=path,
+        experiment=body.get("experiment"),
+        overrides=overrides,
+        objective=Objective(budget, rows, metrics),
+        directions=directions,
+        sampler=sampler,
+        pruner=pruner,
+        trials=trials or 1,
+        time_limit_s=limit,
+        rescore_best=best,
+        rescore_rows=rescore_rows,
+        baseline=baseline,
+        space=space,
+    )
+
+
+def _grid_trials(space: tuple[Parameter, ...], trials: int | None, problems: list[str]) -> int:
+    steps = [p.key for p in space if p.type == "float" and p.step is None]
+    if steps:
+        problems.append(f"sampler: grid needs a step for {', '.join(steps)}, or type: categorical")
+        return 1
+    count = len(grid_points(space))
+    if count > MAX_GRID:
+        problems.append(f"sampler: the grid has more than {MAX_GRID} points: larger steps or fewer choices")
+    return min(count, trials or count)
+
+
+def _baseline(body: Any, problems: list[str]) -> tuple[Point, ...]:
+    points = [body] if isinstance(body, Mapping) else body or []
+    if not isinstance(points, list) or not all(isinstance(point, Mapping) for point in points):
+        problems.append("baseline: expected a list of points, as in `- {policy.decay: 1.0}`")
+        return ()
+    return tuple({str(key): value for key, value in point.items()} for point in points)
+
+
+def _overrides(body: Any, space: tuple[Parameter, ...], problems: list[str]) -> tuple[str, ...]:
+    if isinstance(body, Mapping):
+        body = [f"{key}={value}" for key, value in body.items()]
+    if body is None:
+        return ()
+    if not isinstance(body, list) or not all(isinstance(word, str) and "=" in word for word in body):
+        problems.append("overrides: expected a list of key=value")
+        return ()
+    problems += conflicts(body, space, "overrides")
+    return tuple(body)
+
+
+def conflicts(words: list[str], space: tuple[Parameter, ...], source: str) -> list[str]:
+    """Words that fix what the space varies."""
+    searched = {parameter.key for parameter in space}
+    found = []
+    for word in words:
+        key = word.partition("=")[0].strip()
+        if key in searched:
+            found.append(f"{source}: {key} is a key of the space and cannot be fixed: leave {word} out")
+    return found
