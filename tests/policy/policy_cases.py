@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpop_lightning.policy import Budget
 
-FAST = settings(max_examples=150, derandomize=True, deadline=None)
+FAST = settings(max_examples=100, derandomize=True, deadline=None)
 
 
 @dataclass(frozen=True)

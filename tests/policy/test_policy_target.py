@@ -20,7 +20,7 @@ from kvpop_lightning.policy import (
 )
 
 AGGREGATIONS = ("max", "mean", "logmeanexp")
-SOME = settings(max_examples=60, derandomize=True, deadline=None)
+SOME = settings(max_examples=40, derandomize=True, deadline=None)
 
 
 def draw_qk(
