@@ -106,7 +106,7 @@ def _disk(config: Config) -> Iterator[Finding]:
                 "" if state == "ok" else "free some space, or run_dir=... and *.cache_dir=... on another disk"
             )
             need = f"{DEMO_BYTES / 2**30:.0f} GiB wanted"
-            yield Finding(f"disk of {folder}", state, f"{free / 2**30:.1f} GiB free, {need}", mend)
+            yield Finding("disk", state, f"{free / 2**30:.1f} GiB free in {folder}, {need}", mend)
 
 
 def _tracking(config: Config) -> Finding:
