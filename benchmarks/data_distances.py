@@ -3,8 +3,9 @@
     python benchmarks/data_distances.py --tokenizer PATH [--documents 40] [--out docs]
 
 Solutions have log-uniform lengths from 300 to 4000 tokens. `distance` runs from the statement of a fact to
-its uses, `lookup` from the last mention of its value, mentions within the same step (64 tokens) left out; both
-in tokens of the rendered document. `given` are the data of the problem, `all` adds results of earlier steps.
+its uses, `lookup` from the last mention of its value, mentions within the same step (64 tokens) left out;
+both in tokens of the rendered document. `given` are the data of the problem, `all` adds named results of
+earlier steps.
 """
 
 from __future__ import annotations

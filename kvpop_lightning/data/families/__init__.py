@@ -125,6 +125,7 @@ def problem_of_length(
         return _smallest(name, seed, range(1, small + 1), min_tokens, count, level)
     tokens_large = count(generate(name, seed, large, level=level))
     per_step = max(1.0, (tokens_large - tokens_small) / (large - small))
+    least = per_step / 2
     size = max(small, round(small + (min_tokens - tokens_small) / per_step))
     best: Problem | None = None
     tried: dict[int, int] = {}
@@ -132,7 +133,8 @@ def problem_of_length(
     while best is None or (len(tried) < 8 and size not in tried):
         problem = generate(name, seed, size, level=level)
         tokens = tried[size] = count(problem)
-        per_step = max(1.0, (tokens - tokens_small) / (size - small)) if size > small else per_step
+        if size > small:
+            per_step = max(least, (tokens - tokens_small) / (size - small))
         surplus = tokens - min_tokens
         if surplus >= 0 and tokens == min(n for n in tried.values() if n >= min_tokens):
             best = problem

@@ -25,9 +25,7 @@ _CELLS = (
 
 @family("long_multiplication", "schoolbook multiplication with all carries; rows return to the same digits")
 def write(script: Script, rng: random.Random, size: int, level: int) -> None:
-    # A row costs about `width` cells; width and number of rows grow together, with enough rows that digits
-    # recur.
-    width = max(3, min(9 + level, round(size**0.5) + level))
+    width = 3 + level
     rows = max(2, -(-2 * size // width))
     names_a = [f"a{k}" for k in range(width)]  # place 0 is the last digit
     names_b = [f"b{k}" for k in range(rows)]
