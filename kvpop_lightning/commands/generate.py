@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpop_lightning.commands import Call
 from kvpop_lightning.config.choices import TRAINED_POLICIES
+from kvpop_lightning.config.policies import retrofit_options
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 
@@ -79,20 +80,8 @@ def with_cache_policy(model: Any, config: Config) -> Any:
             f"kvpop train policy={policy.name} run_dir={config.run_dir} trains it",
             file=sys.stderr,
         )
-    return retrofit(
-        model,
-        budget=Budget(policy.budget.sink, policy.budget.window, policy.budget.topk),
-        policy=policy.name,
-        decay=policy.decay,
-        decay_step=policy.decay_step,
-        inputs=policy.scorer.inputs,
-        delay=policy.scorer.delay,
-        width=policy.scorer.width,
-        memory_dim=policy.scorer.memory_dim,
-        value_dim=policy.scorer.value_dim,
-        match_bytes=policy.equal_bytes,
-        seed=config.seed,
-    ).eval()
+    budget = Budget(policy.budget.sink, policy.budget.window, policy.budget.topk)
+    return retrofit(model, budget=budget, **retrofit_options(config)).eval()
 
 
 class _Screen:

@@ -27,7 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.too_long": ("truncate", "drop", "split"),
     "policy.name": POLICIES,
     "policy.scorer.type": ("linear", "mlp", "mlstm", *RULES),
-    "policy.scorer.inputs": ("kv", "hidden", "kv_hidden"),
+    "policy.scorer.inputs": ("auto", "kv", "hidden", "kv_hidden"),
     "distill.target.source": ("teacher", "student"),
     "distill.target.normalizer": ("dense", "sparse"),
     "distill.target.aggregation": ("max", "mean", "logmeanexp"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kvpop_lightning.config.choices import POLICIES, SCORER_OF_TRAINED_POLICY, did_you_mean
-from kvpop_lightning.config.schema import Config
+from kvpop_lightning.config.schema import Config, PolicyConfig
 from kvpop_lightning.errors import UserError
 
 
@@ -44,3 +45,34 @@ def policies_to_compare(config: Config) -> list[str]:
     """What a comparison must train: `train_policies` and every trained policy that its table lists."""
     listed = [name for name in config.eval.policies if name in SCORER_OF_TRAINED_POLICY]
     return list(dict.fromkeys([*config.train_policies, *listed]))
+
+
+def scorer_inputs(policy: PolicyConfig) -> str:
+    """`policy.scorer.inputs` with `auto` decided.
+
+    A scorer that scores at insertion reads the hidden state for nothing, and it serves it best. A delayed one
+    would have to keep the hidden states of a whole window, which costs more keys than they are worth.
+    """
+    scorer = policy.scorer
+    if scorer.inputs != "auto":
+        return scorer.inputs
+    return "kv" if scorer.type == "mlstm" and scorer.delay != 0 else "kv_hidden"
+
+
+def retrofit_options(config: Config) -> dict[str, Any]:
+    """What `retrofit` takes beside the model and the budget."""
+    policy, scorer = config.policy, config.policy.scorer
+    return {
+        "policy": policy.name,
+        "decay": policy.decay,
+        "decay_depth": policy.decay_depth,
+        "decay_heads": policy.decay_heads,
+        "decay_step": policy.decay_step,
+        "inputs": scorer_inputs(policy),
+        "delay": scorer.delay,
+        "width": scorer.width,
+        "memory_dim": scorer.memory_dim,
+        "value_dim": scorer.value_dim,
+        "match_bytes": policy.equal_bytes,
+        "seed": config.seed,
+    }

@@ -87,7 +87,8 @@ class ScorerConfig:
     type: str = "mlp"
     """`linear`, `mlp`, `mlstm` or a parameter-free rule of `kvpop_lightning.baselines`."""
     inputs: str = "kv"
-    """What the scorer reads: `kv`, `hidden` or `kv_hidden`."""
+    """What the scorer reads: `kv`, `hidden` or `kv_hidden`; `auto` = `kv_hidden` where the hidden state costs
+    no memory (scored at insertion), else `kv`."""
     width: int = 64
     """Hidden width of the MLP (and of the mLSTM's output head)."""
     memory_dim: int = 16
@@ -220,6 +221,9 @@ class EvalConfig:
     """Total keys per KV head; sinks and window come from `policy.budget`, the rest is topk."""
     reference_length: int = 1024
     """T_ref of the compression ratio."""
+    decay_by_budget: bool = True
+    """At a budget other than the trained one the decay's rate is scaled by trained / evaluated keys, for
+    every policy that decays: more slots keep a token longer."""
     rows: int = 4
     """Held-out rows that are evaluated."""
     first_position: float = 0.25

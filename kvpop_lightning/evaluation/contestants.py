@@ -123,12 +123,25 @@ def _shape(policy: RetentionPolicy) -> dict[str, int]:
     }
 
 
-def at_budget(policy: RetentionPolicy, budget: Budget, *, equal_bytes: bool = True) -> RetentionPolicy:
-    """The same scorers (shared) and decay under another budget, its state paid for in long-range slots."""
+def decay_exponent(config: Config, total: int) -> float:
+    """What the decay is raised to at a budget of `total` keys (1 at the budget that was trained).
+
+    Twice the slots hold a token about twice as long, so the age that costs one nat doubles with them
+    (`eval.decay_by_budget`). All policies that decay, controls included, share the rule.
+    """
+    given = config.policy.budget
+    return (given.sink + given.window + given.topk) / total if config.eval.decay_by_budget else 1.0
+
+
+def at_budget(
+    policy: RetentionPolicy, budget: Budget, decay_exponent: float = 1.0, *, equal_bytes: bool = True
+) -> RetentionPolicy:
+    """The same scorers (shared) under another budget, its state paid for in long-range slots."""
     scorers = [policy.layer_scorer(n) for n in range(len(policy.scorers))]
     if equal_bytes:
         budget = equal_bytes_budget(budget, scorers[0])
-    again = RetentionPolicy(policy.name, budget, scorers, decay=policy.decay, decay_step=policy.decay_step)
+    decay = policy.decay**decay_exponent
+    again = RetentionPolicy(policy.name, budget, scorers, decay=decay, decay_step=policy.decay_step)
     return again.to(policy.decay.device)
 
 
@@ -162,15 +175,16 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
                 )
         for total in config.eval.budgets:
             budget = budget_of(config, total)
+            stretch = decay_exponent(config, total)
             try:
                 if trained is not None:
-                    policy = at_budget(trained, budget, equal_bytes=config.policy.equal_bytes)
+                    policy = at_budget(trained, budget, stretch, equal_bytes=config.policy.equal_bytes)
                 else:
                     policy = build_policy(
                         name,
                         budget,
                         **_shape(model.kvpop),
-                        decay=config.policy.decay,
+                        decay=config.policy.decay**stretch,
                         decay_depth=config.policy.decay_depth,
                         decay_heads=config.policy.decay_heads,
                         decay_step=config.policy.decay_step,

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from kvpop_lightning.config.policies import retrofit_options
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.models import retrofit
@@ -95,7 +96,7 @@ def train(
         model, tokenizer = load_model(_model_config(config), train_base=config.trainer.base != "frozen")
     if data is None:
         data = _data(config, tokenizer)
-    model = retrofit(model, Budget(**asdict(config.policy.budget)), **_policy_options(config))
+    model = retrofit(model, Budget(**asdict(config.policy.budget)), **retrofit_options(config))
     if config.trainer.base == "frozen" and not any(True for _ in model.kvpop.parameters()):
         raise UserError(
             f"policy={config.policy.name} has no parameters, and trainer.base=frozen: nothing to train; "
@@ -240,24 +241,6 @@ def _data(config: Config, tokenizer: Any) -> Any:
     data.prepare_data()
     data.setup("fit")
     return data
-
-
-def _policy_options(config: Config) -> dict[str, Any]:
-    policy, scorer = config.policy, config.policy.scorer
-    return {
-        "policy": policy.name,
-        "decay": policy.decay,
-        "decay_depth": policy.decay_depth,
-        "decay_heads": policy.decay_heads,
-        "decay_step": policy.decay_step,
-        "inputs": scorer.inputs,
-        "delay": scorer.delay,
-        "width": scorer.width,
-        "memory_dim": scorer.memory_dim,
-        "value_dim": scorer.value_dim,
-        "match_bytes": policy.equal_bytes,
-        "seed": config.seed,
-    }
 
 
 def _finished(folder: Path, key: str) -> dict[str, Any] | None:
