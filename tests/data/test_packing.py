@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvpop_lightning.data.chat import Rendered
 from kvpop_lightning.data.documents import Document
-from kvpop_lightning.data.packing import Piece, assemble, pack, pieces_of, row_tensors
+from kvpop_lightning.data.packing import OpenRows, Piece, assemble, pack, pieces_of, row_tensors
 from kvpop_lightning.errors import UserError
 
 
@@ -35,10 +35,15 @@ def test_every_piece_lies_whole_in_one_row_and_rows_are_well_filled(lengths):
 
 
 def test_best_fit_takes_the_fullest_row():
-    rows = pack([piece(60, 0), piece(40, 1), piece(35, 2), piece(40, 3)], 100)
-    assert [[int(p.hash) for p in row] for row in rows] == [[0, 1], [2, 3]] or [
-        [int(p.hash) for p in row] for row in rows
-    ] == [[0, 3], [1, 2]]
+    rows = OpenRows(100)
+    for length in (60, 45, 70):
+        rows.place(piece(length), may_open=True)
+    assert [len(row) for row in rows.rows] == [1, 1, 1]
+    for length, expected in ((38, 0), (30, 2), (50, 1), (4, 1), (2, 0), (1, 1)):
+        assert rows.place(piece(length, length), may_open=False)
+        assert int(rows.rows[expected][-1].hash) == length
+    assert not rows.place(piece(1), may_open=False)
+    assert rows.largest_gap == 0
 
 
 @settings(deadline=None, max_examples=60)
