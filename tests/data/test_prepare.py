@@ -260,3 +260,17 @@ def test_unusable_settings_say_what_to_do(config, tokenizer, tmp_path):
 def test_a_piece_never_exceeds_its_row():
     with pytest.raises(AssertionError, match="overfull"):
         rows_module.assemble([Piece(np.ones(5, np.int32), np.ones(5, bool), "", "", "")], 4)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path):
+    file = tmp_path / "index.json"
+    rows_module.write_json(file, {"a": 1})
+
+    def full(stream):
+        stream.write(b"half")
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with pytest.raises(UserError, match="no space left"):
+        rows_module.write_whole(file, full)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+    assert json.loads(file.read_text()) == {"a": 1}
