@@ -130,11 +130,10 @@ def _decide(
     them.
 
     Scores carry a gradient to the scorers only when an observer asked for gradients: the mask is a hard
-    decision, so the language-model loss has none to give. Autocast stays out: scores are float32 or better
-    always.
+    decision, so the language-model loss has none to give. (Scorers step out of autocast themselves.)
     """
     wanted = torch.is_grad_enabled() and any(o.gradients for o in call.mode.observers)
-    with torch.set_grad_enabled(wanted), torch.autocast(key.device.type, enabled=False):
+    with torch.set_grad_enabled(wanted):
         return call.policy.eviction_times(
             layer,
             key.detach(),
