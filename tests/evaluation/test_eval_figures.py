@@ -48,7 +48,7 @@ def test_eviction_pattern_shows_the_levels_and_odd_tokens(tmp_path):
     share = np.random.default_rng(0).integers(0, 4, (6, 90)) / 3
     tokens = ["\n", " $x", "\x19", "", "  ", "word"] * 15
     path = eviction_pattern(
-        {"random": share, "kvpop_mlp": share}, tokens, tmp_path / "p.png", heads=3, window=9
+        {"random": share, "kvpop_mlp": share}, tokens, tmp_path / "p.png", heads=3, window=9, detail_tokens=12
     )
     assert len(colours(path)) > 4
     with pytest.raises(ValueError, match="at least one"):

@@ -26,7 +26,7 @@ from kvpop_lightning.evaluation.evaluate import evaluate
 from kvpop_lightning.evaluation.table import find, policies_of
 from kvpop_lightning.models import is_retrofitted, load_model, unretrofit
 
-T, ROWS = 96, 3
+T, ROWS = 96, 2
 BUDGETS = [40, 24]
 RULES = ["full", "streaming_llm", "random", "random+decay", "key_norm", "key_norm+decay", "oracle"]
 TRAINED = ["kvpop_mlp", "kvpop_mlstm"]
