@@ -108,7 +108,7 @@ class MeasureObjective(pl.Callback):
         config: the trial's configuration, evaluation included.
         model: the retrofitted model in training; its base is frozen.
         rows: held-out rows as a data set; `count` of them are used.
-        log: takes (metrics, step).
+        record: takes (metrics, step).
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class MeasureObjective(pl.Callback):
         rows: Any,
         count: int,
         every: int,
-        log: Callable[[dict[str, float], int], None],
+        record: Callable[[dict[str, float], int], None],
     ) -> None:
-        self.config, self.rows, self.every, self.log = config, rows, max(1, every), log
+        self.config, self.rows, self.every, self._record = config, rows, max(1, every), record
         self.count = min(count, len(rows))
         self._model = [model]
         self._dense: list[Any] = []
@@ -128,7 +128,7 @@ class MeasureObjective(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = trainer.global_step
         if step % self.every == 0 and step < trainer.max_steps and trainer.is_global_zero:
-            self.log({f"objective/{name}": value for name, value in self.measure().items()}, step)
+            self._record({f"objective/{name}": value for name, value in self.measure().items()}, step)
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
 from kvpop_lightning.sweeps.sampling import build_pruner, laid_out_points
 from kvpop_lightning.sweeps.show import SweepScreen
 from kvpop_lightning.sweeps.spec import load_sweep
-from kvpop_lightning.sweeps.storage import one_at_a_time, open_storage, storage_address
+from kvpop_lightning.sweeps.storage import lock_file, one_at_a_time, open_storage, storage_address
 from kvpop_lightning.sweeps.tickets import Progress, Tickets
 from kvpop_lightning.sweeps.trial import CHILD, TrialResult, run_trial
 from kvpop_lightning.sweeps.worker import Worker, WorkPlan
@@ -88,7 +88,7 @@ class SweepRun:
     def run(self) -> SweepOutcome:
         """Makes the study, works until its total, concludes. Ctrl-C gives running trials back and raises."""
         storage = open_storage(self.address, self.settings.heartbeat_s)
-        with one_at_a_time(self.folder):
+        with one_at_a_time(self.folder / ".study.lock"):
             study = studies.create_study(storage, self.study_name, self.sweep, self.words)
             laid_out = laid_out_points(self.sweep, max(0, self.total - len(self.baseline)))
             self._tickets(study).top_up(self.total, self.baseline, laid_out)
@@ -198,6 +198,7 @@ class SweepRun:
             study,
             retries=self.settings.retries,
             heartbeat_s=self.settings.heartbeat_s,
+            lock=lock_file(self.address),
             on_lost=lambda trial: self.runs.ended(
                 self._run_of(trial), trials.FAILED, {"sweep.message": "lost"}
             ),

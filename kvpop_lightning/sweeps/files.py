@@ -82,5 +82,5 @@ def last_lines(path: Path, start: int = 0) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines() if line.strip()]
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.split("\n") if line.strip()]
     return "\n".join(lines[-LAST_LINES:])

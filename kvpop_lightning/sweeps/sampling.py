@@ -57,7 +57,7 @@ def build_sampler(sweep: Sweep, ticket: int) -> Any:
     samplers = optuna.samplers
     try:
         if spec.name == "tpe":
-            return samplers.TPESampler(seed=seed, warn_independent_sampling=False, **given)
+            return samplers.TPESampler(seed=seed, **given)
         if spec.name == "gp":
             return samplers.GPSampler(seed=seed, warn_independent_sampling=False, **given)
         if spec.name == "cmaes":
@@ -90,11 +90,3 @@ def build_pruner(spec: PrunerSpec, max_steps: int, every: int) -> Any:
             p_threshold=options.get("p_threshold", 0.1), n_startup_steps=options.get("startup_rows", 2)
         )
     return pruners.NopPruner()
-
-
-def quieten_optuna() -> None:
-    """Optuna's notices of experimental parts are no news to a user of a sweep."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -63,6 +64,7 @@ def open_storage(address: str, heartbeat_s: float) -> Any:
     from optuna.storages import JournalStorage, RDBStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
+    quieten_optuna()
     if address.startswith("journal:"):
         path = address.removeprefix("journal:")
         try:
@@ -77,23 +79,44 @@ def open_storage(address: str, heartbeat_s: float) -> Any:
     engine = {"connect_args": {"timeout": 120}} if sqlite else {"pool_pre_ping": True}
     interval = max(1, round(heartbeat_s))
     try:
-        return optuna.storages.get_storage(
-            RDBStorage(
+        with one_at_a_time(lock_file(address)):
+            storage = RDBStorage(
                 address,
                 engine_kwargs=engine,
                 heartbeat_interval=interval,
                 grace_period=LOST_AFTER * interval,
             )
-        )
+        return optuna.storages.get_storage(storage)
     except Exception as error:  # the database's driver has types of its own for every cause
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"sweep.storage={public_uri(address)} cannot be opened: {reason}") from error
 
 
+def quieten_optuna() -> None:
+    """Optuna's notices of experimental parts are no news to a user of a sweep."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
 @contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Two processes that make the tables of one sqlite file at once destroy each other's work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".study.lock").open("w") as file:
+def one_at_a_time(path: Path | None) -> Iterator[None]:
+    """Only one thread of all processes of this machine holds `path` at a time; None = nothing to wait for."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:  # a file description of its own: threads exclude each other too
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def lock_file(address: str) -> Path | None:
+    """What workers on an sqlite file exclude each other by.
+
+    sqlite has no row locks: two of Optuna's workers can both see a trial waiting and both take it, and two
+    that make the tables at once destroy each other's work. Servers and journals do it themselves.
+    """
+    path = address.partition(":///")[2] if address.startswith("sqlite") else ""
+    return Path(f"{path}.lock") if path else None

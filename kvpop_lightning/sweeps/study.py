@@ -10,7 +10,6 @@ from typing import Any
 
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.sweeps.point import trial_config
-from kvpop_lightning.sweeps.sampling import quieten_optuna
 from kvpop_lightning.sweeps.spec import Sweep
 from kvpop_lightning.tracking.naming import public_uri
 
@@ -87,7 +86,6 @@ def create_study(storage: Any, name: str, sweep: Sweep, words: Sequence[str]) ->
     """
     import optuna
 
-    quieten_optuna()
     described = describe(sweep, words)
     try:
         study = optuna.load_study(study_name=name, storage=storage, sampler=_unused_sampler())
@@ -128,7 +126,6 @@ def join_study(storage: Any, name: str, address: str, wait_s: float = JOIN_WAIT_
 
     from kvpop_lightning.sweeps.tickets import TOTAL
 
-    quieten_optuna()
     until = time.monotonic() + wait_s
     while True:
         try:

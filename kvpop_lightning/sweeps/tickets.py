@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from kvpop_lightning.sweeps.space import Point
-from kvpop_lightning.sweeps.storage import LOST_AFTER
+from kvpop_lightning.sweeps.storage import LOST_AFTER, one_at_a_time
 
 TICKET, ATTEMPT, FINAL, WORKER, HEARTBEAT = "ticket", "attempt", "final", "worker", "heartbeat"
 TOTAL = "trials"
@@ -48,6 +49,7 @@ class Tickets:
         study: Optuna study, this thread's own object.
         retries: how often a ticket whose trial died is tried again.
         heartbeat_s: seconds between signs of life.
+        lock: `lock_file` of the storage's address.
         on_lost: told of each trial (frozen) that was found dead, once over all workers.
     """
 
@@ -57,10 +59,11 @@ class Tickets:
         *,
         retries: int,
         heartbeat_s: float,
+        lock: Path | None = None,
         on_lost: Callable[[Any], None] | None = None,
     ) -> None:
         self.study, self.retries, self.heartbeat_s = study, retries, heartbeat_s
-        self.on_lost = on_lost
+        self.on_lost, self.lock = on_lost, lock
         self._storage = study._storage
 
     @property
@@ -133,7 +136,8 @@ class Tickets:
         try:
             for key, value in {**attrs, **({FINAL: True} if state == "failed" else {})}.items():
                 trial.set_user_attr(key, value)
-            self.study.tell(trial, values=values if state == "complete" else None, state=as_optuna)
+            with one_at_a_time(self.lock):
+                self.study.tell(trial, values=values if state == "complete" else None, state=as_optuna)
         except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
             if self._frozen(trial._trial_id).state == states.RUNNING:
                 raise
@@ -257,7 +261,8 @@ class Tickets:
         import optuna
 
         try:
-            return bool(self._storage.set_trial_state_values(trial._trial_id, state=state))
+            with one_at_a_time(self.lock):
+                return bool(self._storage.set_trial_state_values(trial._trial_id, state=state))
         except optuna.exceptions.UpdateFinishedTrialError:
             return False
 
