@@ -152,10 +152,10 @@ def _record(layer: BoundedLayer, span: Span, contest: Contest) -> None:
     filled = (span.left_window - layer.budget.sink).clamp(0, topk)[:, None, None]
     slot_filled = torch.arange(topk, device=filled.device) < filled
     lost = slot_filled & (contest.resident_out != NEVER)
-    layer.note(layer.position, start + contest.resident_out, lost)
+    layer.note(layer.position, start + contest.resident_out, lost, span.length)
     dropped = contest.competes & (contest.entrant_out != NEVER)
     position = span.held_position[:, None, : span.length].expand_as(dropped)
-    layer.note(position, start + contest.entrant_out, dropped)
+    layer.note(position, start + contest.entrant_out, dropped, span.length)
 
 
 def _store(

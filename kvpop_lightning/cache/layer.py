@@ -129,11 +129,14 @@ class BoundedLayer(CacheLayerMixin):
         return dict(self._store)
 
     # -------- eviction record
-    def note(self, position: Tensor, query: Tensor, happened: Tensor) -> None:
-        """Notes that `query` is the first not to see token `position`, where `happened`; all [B, H, N]."""
+    def note(self, position: Tensor, query: Tensor, happened: Tensor, new: int) -> None:
+        """Notes that `query` is the first not to see token `position`, where `happened`; all [B, H, N].
+
+        `new`: columns that are coming in; no noted position lies past them.
+        """
         if not self.record:
             return
-        log = self._log_for(self.columns + 1)
+        log = self._log_for(self.columns + new)
         place = torch.where(happened, position + 1, 0)  # place 0 takes what did not happen
         log.scatter_(2, place, query.expand_as(place).to(torch.int32))
 

@@ -118,7 +118,7 @@ def _place(layer: BoundedLayer, layer_index: int, policy: object, span: Span, sc
     slot = slot[..., None]
     old_position, old_score = layer.position.gather(2, slot), layer.score.gather(2, slot)
     lost = torch.where(enters, old_position[..., 0], token)
-    layer.note(lost[..., None], span.seen[:, None, None], (competes & ~empty).expand(-1, heads)[..., None])
+    layer.note(lost[..., None], span.seen[:, None, None], (competes & ~empty).expand(-1, heads)[..., None], 1)
     layer.position.scatter_(2, slot, torch.where(enters[..., None], token[..., None], old_position))
     layer.score.scatter_(2, slot, torch.where(enters[..., None], score[..., None], old_score))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layer_harness import HID, feed, make_cache, make_policy, random_text
 
-from kvpop_lightning.policy import Budget
+from kvpop_lightning.policy import NEVER, Budget
 
 
 def storage(cache) -> dict[str, tuple[int, int]]:
@@ -228,6 +228,18 @@ def test_another_dtype_after_reset() -> None:
     assert feed(cache, half, [4]).dtype == torch.bfloat16
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert cache.layers[0].score.dtype == torch.float32
+
+
+def test_the_record_grows_with_the_text() -> None:
+    """Past every size the record starts with, by single tokens and by chunks that end anywhere."""
+    policy, text = make_policy("random", Budget(2, 3, 6)), random_text(1100, heads=2, group=1)
+    runs = []
+    for sizes in ([1], [64], [100], [300, 5]):
+        cache = make_cache(policy)
+        feed(cache, text, sizes)
+        runs.append(cache.eviction_times(0))
+    assert all(torch.equal(times, runs[0]) for times in runs)
+    assert int((runs[0] != NEVER).sum()) == 2 * (1100 - 11)
 
 
 def test_no_record_no_growth() -> None:
