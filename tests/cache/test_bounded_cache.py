@@ -231,15 +231,15 @@ def test_another_dtype_after_reset() -> None:
 
 
 def test_the_record_grows_with_the_text() -> None:
-    """Past every size the record starts with, by single tokens and by chunks that end anywhere."""
-    policy, text = make_policy("random", Budget(2, 3, 6)), random_text(1100, heads=2, group=1)
+    """Past every size the record starts with, by chunks that end anywhere."""
+    policy, text = make_policy("random", Budget(2, 3, 6)), random_text(700, heads=2, group=1)
     runs = []
-    for sizes in ([1], [64], [100], [300, 5]):
+    for sizes in ([9], [64], [300, 5]):
         cache = make_cache(policy)
         feed(cache, text, sizes)
         runs.append(cache.eviction_times(0))
     assert all(torch.equal(times, runs[0]) for times in runs)
-    assert int((runs[0] != NEVER).sum()) == 2 * (1100 - 11)
+    assert int((runs[0] != NEVER).sum()) == 2 * (700 - 11)
 
 
 def test_no_record_no_growth() -> None:

@@ -36,12 +36,12 @@ SCORERS: dict[str, dict] = {
 }
 
 
-def strengthen(model, gain: float = 15.0) -> None:
+def strengthen(model, gain: float = 15.0, *, statistics: bool = True) -> None:
     """Scores that differ by nats, statistics that are not 0 and 1: no check passes for want of effect."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for scorer in model.kvpop.scorers:
-            for name, buffer in scorer.named_buffers():
+            for name, buffer in scorer.named_buffers() if statistics else ():
                 if name.endswith("_mean"):
                     buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
                 elif name.endswith("_std"):
