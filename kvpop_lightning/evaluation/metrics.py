@@ -127,6 +127,22 @@ def token_metrics(
     return TokenMetrics(mean_kl, mean_agree, mean_nll, count)
 
 
+def self_metrics(
+    teacher: TeacherLogits,
+    next_token: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk: int = 128,
+) -> TokenMetrics:
+    """The dense model against itself: KL 0, agreement 1, its own likelihood (arguments as above)."""
+    if teacher.log_probs is None:
+        nll = token_metrics(teacher.hidden, teacher, next_token, weight, bias, chunk=chunk).nll
+    else:
+        nll = -float(teacher.log_probs.gather(-1, next_token[:, None]).double().mean())
+    return TokenMetrics(0.0, 1.0, nll, next_token.numel())
+
+
 def dense_attention_rows(
     query: Tensor,
     key: Tensor,

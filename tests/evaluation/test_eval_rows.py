@@ -95,7 +95,6 @@ def test_a_budget_as_long_as_the_text_is_the_dense_model(model):
     assert record["nll"] == pytest.approx(row.metrics.nll, abs=1e-5)
     torch.testing.assert_close(record["retained_mass"], torch.ones(LAYERS, HQ))
     assert record["boundary_accuracy"].isnan().all()  # nothing ever had to be decided
-    assert abs(row.metrics.kl) < 1e-9
 
 
 @pytest.mark.parametrize(("documents", "padding"), [((T,), 0), ((30, 41), 0)])
@@ -188,6 +187,7 @@ def test_memory_limit_changes_nothing_but_the_queries_sampled(model):
     batch = make_batch()
     wide, narrow = (dense_row(model, batch, SETTINGS, limit_bytes=n) for n in (1 << 29, 8000))
     assert narrow.logits.log_probs is None
+    assert narrow.metrics.nll == pytest.approx(wide.metrics.nll, rel=1e-6)
     assert 1 <= narrow.mass_positions.numel() < wide.mass_positions.numel()
     first, second = (policy_record(model, row, SETTINGS) for row in (wide, narrow))
     assert first["kl"] == pytest.approx(second["kl"], rel=1e-5)
