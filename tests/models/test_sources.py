@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def test_conversion_runs_once_for_many_callers(tmp_path: Path, monkeypatch: pyte
 
     def convert(source: Path, target: Path) -> None:
         made.append(1)
+        time.sleep(0.3)  # long enough for the other callers to arrive and wait
         target.mkdir()
         for name in ("config.json", "model.safetensors", "tokenizer.json"):
             (target / name).write_text("x")
