@@ -91,11 +91,13 @@ class TrainingModule(pl.LightningModule):
                 self.manual_backward(loss * self.trainer.world_size)
             for name, value in {"loss": loss, **found}.items():
                 metrics[name] = metrics.get(name, 0.0) + value.detach().float()
+        logged = self.logs_this_step  # asked before the optimiser moves the step counter
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if logged:  # Lightning's logging costs a millisecond per value
+            self.log_step(metrics, optimizer)
         schedule: Any = self.lr_schedulers()
         schedule.step()
-        self.log_step(metrics, optimizer)
 
     def log_step(self, metrics: Metrics, optimizer: Any) -> None:
         """Logs `train/<metric>` of the whole step and `learning_rate/<group>`."""

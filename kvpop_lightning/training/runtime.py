@@ -45,6 +45,18 @@ _SHAPES_TRAINING = (
 """Fields of `trainer` that change the result; the others only say how it is run or reported."""
 
 
+_HINTS = (
+    "does not have many workers",
+    "eval mode",
+    "GPU available but not used",
+    "smaller than the logging interval",
+    "no `val_dataloader`",
+    "LeafSpec",
+    "`IterableDataset` has `__len__` defined",
+)
+"""Lightning's warnings about what is meant to be so here."""
+
+
 def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -> str:
     """Hex digest of everything that shapes a training: equal keys, equal policies."""
     trainer = asdict(config.trainer)
@@ -84,24 +96,25 @@ def build_trainer(
     devices: Any = config.trainer.devices
     if accelerator == "gpu" and devices == 1 and device.index is not None:
         devices = [device.index]
-    return pl.Trainer(
-        max_steps=config.trainer.max_steps,
-        accelerator=accelerator,
-        devices=devices,
-        strategy=config.trainer.strategy,
-        precision=precision,  # type: ignore[arg-type]
-        logger=logger or False,
-        log_every_n_steps=1 if config.trainer.fast_dev_run else config.trainer.log_every,
-        fast_dev_run=config.trainer.fast_dev_run,
-        callbacks=callbacks,
-        default_root_dir=config.run_dir,
-        enable_checkpointing=False,  # our own checkpoint callback: one file, atomic, at whole steps
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-    )
+    with quiet_lightning():
+        return pl.Trainer(
+            max_steps=config.trainer.max_steps,
+            accelerator=accelerator,
+            devices=devices,
+            strategy=config.trainer.strategy,
+            precision=precision,  # type: ignore[arg-type]
+            logger=logger or False,
+            log_every_n_steps=1 if config.trainer.fast_dev_run else config.trainer.log_every,
+            fast_dev_run=config.trainer.fast_dev_run,
+            callbacks=callbacks,
+            default_root_dir=config.run_dir,
+            enable_checkpointing=False,  # our own checkpoint callback: one file, atomic, at whole steps
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+        )
 
 
 def build_callbacks(config: Config, key: str) -> tuple[list[pl.Callback], TrainingCheckpoint, GracefulStop]:
@@ -185,10 +198,8 @@ def quiet_lightning() -> Iterator[None]:
         for logger in loggers:
             logger.setLevel(logging.WARNING)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            warnings.filterwarnings("ignore", message=".*eval mode.*")
-            warnings.filterwarnings("ignore", message=".*GPU available but not used.*")
-            warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+            for hint in _HINTS:
+                warnings.filterwarnings("ignore", message=f".*{hint}.*")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -58,18 +58,18 @@ def run(
     **options: Any,
 ) -> Record:
     record = Record()
-    trainer = pl.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        callbacks=[record, *callbacks],
-        **options,
-    )
     with quiet_lightning():
+        trainer = pl.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+            callbacks=[record, *callbacks],
+            **options,
+        )
         trainer.fit(module, train_dataloaders=StepLoader(rows, steps=steps, rows_per_batch=batch))
     return record
 
@@ -112,14 +112,13 @@ def test_cached_and_plain_training_give_the_same_loss_and_gradients(
     for name, gradient in plain.gradients.items():
         torch.testing.assert_close(fast.gradients[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
     assert sum(float(g.abs().sum()) for g in plain.gradients.values()) > 0
+    names = ["loss", "boundary", "boundary_accuracy", "rank_correlation"]
+    if (
+        distill.regression_weight
+    ):  # else the bias has a gradient of rounding errors, which Adam makes steps of
+        names.append("regression")
     for a, b in zip(fast.metrics, plain.metrics, strict=True):
-        for name in (
-            "train/loss",
-            "train/boundary",
-            "train/regression",
-            "train/boundary_accuracy",
-            "train/rank_correlation",
-        ):
+        for name in (f"train/{n}" for n in names):
             assert a[name] == pytest.approx(b[name], rel=2e-4, abs=1e-6), name
 
 
@@ -130,9 +129,9 @@ def test_scorer_training_lowers_the_loss_and_agrees_better_with_the_teacher(
     model = make_model(policy)
     features = features_of(model, rows, tmp_path)
     base = {n: p.clone() for n, p in model.named_parameters() if "kvpop" not in n}
-    module = ScorerModule(model.kvpop, DistillConfig(), replace(TRAINER, max_steps=80, scorer_lr=2e-2))
+    module = ScorerModule(model.kvpop, DistillConfig(), replace(TRAINER, max_steps=40, scorer_lr=3e-2))
     before = module.summary(features)
-    run(module, features, steps=80)
+    run(module, features, steps=40)
     after = module.summary(features)
     assert after["final_boundary"] < 0.9 * before["final_boundary"]
     assert after["final_boundary_accuracy"] > before["final_boundary_accuracy"]
@@ -165,16 +164,16 @@ def test_full_training_lowers_kl_and_retention_loss_and_leaves_the_teacher_alone
     before = {n: p.clone() for n, p in teacher.named_parameters()}
     kl_before = _kl(model, teacher, rows)
     assert kl_before > 0.05, "the budget must cost something"
-    config = replace(TRAINER, base="full", max_steps=40, base_lr=2e-3)
+    config = replace(TRAINER, base="full", max_steps=20, base_lr=4e-3, scorer_lr=3e-2)
     module = StudentModule(
         model, DistillConfig(target=target, kl_topk=16, kl_chunk=7), config, teacher=teacher
     )
-    record = run(module, rows, steps=40)
-    assert _kl(model, teacher, rows) < 0.7 * kl_before
+    record = run(module, rows, steps=20)
+    assert _kl(model, teacher, rows) < 0.8 * kl_before
     assert record.mean("train/boundary", slice(-6, None)) < record.mean("train/boundary", slice(0, 6))
     assert all(torch.equal(p, before[n]) for n, p in teacher.named_parameters())
     rates = record.metrics
-    assert rates[0]["learning_rate/base"] == rates[-1]["learning_rate/base"] == pytest.approx(2e-3)
+    assert rates[0]["learning_rate/base"] == rates[-1]["learning_rate/base"] == pytest.approx(4e-3)
     assert rates[-1]["learning_rate/scorer"] < rates[5]["learning_rate/scorer"]
 
 
@@ -202,7 +201,7 @@ def test_frozen_student_runs_validation_kl_and_trains_only_scorers(make_model: A
     model = make_model()
     module = StudentModule(model, DistillConfig(), TRAINER)
     base = {n: p.clone() for n, p in model.named_parameters() if "kvpop" not in n}
-    record = run(module, rows, steps=30)
+    record = run(module, rows, steps=24)
     assert record.mean("train/loss", slice(-6, None)) < record.mean("train/loss", slice(0, 6))
     assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if "kvpop" not in n)
     trainer = pl.Trainer(
@@ -216,8 +215,8 @@ def test_frozen_student_runs_validation_kl_and_trains_only_scorers(make_model: A
 def test_a_policy_without_parameters_trains_the_base_alone(make_model: Any, rows: Rows) -> None:
     model, teacher = make_model("streaming_llm"), make_model("streaming_llm")
     before = _kl(model, teacher, rows)
-    config = replace(TRAINER, base="full", max_steps=30, base_lr=2e-3)
-    record = run(StudentModule(model, DistillConfig(), config, teacher=teacher), rows, steps=30)
+    config = replace(TRAINER, base="full", max_steps=15, base_lr=4e-3)
+    record = run(StudentModule(model, DistillConfig(), config, teacher=teacher), rows, steps=15)
     assert _kl(model, teacher, rows) < 0.8 * before
     assert "train/boundary" not in record.metrics[-1]
     with pytest.raises(UserError, match="nothing to train"):
@@ -228,9 +227,9 @@ def test_a_policy_without_parameters_trains_the_base_alone(make_model: Any, rows
 def test_teacher_fine_tunes_by_cross_entropy(make_model: Any, plain_model: Any, retrofitted: bool) -> None:
     model = make_model() if retrofitted else plain_model
     scorers = {n: p.clone() for n, p in model.named_parameters() if "kvpop" in n}
-    config = replace(TRAINER, max_steps=40, base_lr=3e-3)
+    config = replace(TRAINER, max_steps=20, base_lr=6e-3)
     rows = Rows(2)  # without padding, which a plain model separates from packing only by its own mask
-    record = run(TeacherModule(model, config, chunk=7), rows, steps=40)
+    record = run(TeacherModule(model, config, chunk=7), rows, steps=20)
     assert record.mean("train/loss", slice(-4, None)) < 0.8 * record.mean("train/loss", slice(0, 4))
     assert all(torch.equal(p, scorers[n]) for n, p in model.named_parameters() if "kvpop" in n)
 

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 
 def logs_step(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer keeps the metrics of the step that is running."""
+    """Whether the Trainer keeps the metrics of the step that is running; the last step always counts."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    return (trainer.global_step + 1) % every == 0
+    step = trainer.global_step + 1
+    return step % every == 0 or step == trainer.max_steps
 
 
 def group_parameters(optimizer: Optimizer) -> dict[str, list[Tensor]]:
