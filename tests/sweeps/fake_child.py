@@ -1,7 +1,8 @@
 """Stands in for a trial's process: logs a few steps, then ends as the plan in $FAKE_PLAN says.
 
 The plan maps a trial's name to the modes of its attempts, the last one for all further attempts; `*` is for
-all trials that it does not name. Reads and writes the same files as the real child, and imports nothing of it.
+all trials that it does not name. It reads and writes the same files as the real child and imports
+nothing of it.
 """
 
 import json
