@@ -1,4 +1,4 @@
-"""The repository's own promises: layering, file sizes, pins, nothing heavy committed, shipped YAML that fits the schema."""
+"""The repository's own promises: layering, file sizes, pins, nothing heavy committed, a pipeline in step with the demo."""
 
 from __future__ import annotations
 
@@ -117,13 +117,3 @@ def test_dvc_stages_use_settings_that_exist() -> None:
             node = params
             for part in reference.split("."):
                 node = node[part]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda p: p.stem)
-def test_sweep_files_name_real_settings(path: Path) -> None:
-    from kvpop_lightning.config.compose import compose
-
-    sweep = yaml.safe_load(path.read_text())
-    base = [f"experiment={sweep['experiment']}", *sweep.get("overrides", [])]
-    for point in [{key: bounds["low"] for key, bounds in sweep["space"].items()}, *sweep["baseline"]]:
-        compose([*base, *(f"{key}={value}" for key, value in point.items())])

@@ -88,6 +88,7 @@ BOUNDS: dict[str, _Bounds] = {
     "eval.rows": _COUNT,
     "eval.first_position": _Bounds(0, 1),
     "eval.kl_chunk": _COUNT,
+    "eval.position_stride": _COUNT,
     "tracking.port": _Bounds(1, 65535),
     "generate.max_new_tokens": _COUNT,
     "generate.temperature": _Bounds(0, hint="0 = greedy"),

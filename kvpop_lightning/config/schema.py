@@ -228,6 +228,8 @@ class EvalConfig:
     """Held-out rows that are evaluated."""
     first_position: float = 0.25
     """Metrics count positions from this share of the row on."""
+    position_stride: int = 1
+    """Of these, every n-th is measured; retention and eviction always use all."""
     kl_chunk: int = 128
     """Positions per chunk of the full KL."""
     figures: bool = True

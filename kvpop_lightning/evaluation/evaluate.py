@@ -55,6 +55,7 @@ def first_position(config: Config) -> int:
 def row_settings(config: Config) -> RowSettings:
     return RowSettings(
         first_position=first_position(config),
+        position_stride=config.eval.position_stride,
         window=config.policy.budget.window,
         aggregation=config.distill.target.aggregation,
         boundary=config.distill.boundary,

@@ -285,3 +285,15 @@ def test_every_setting_of_the_schema_can_be_set_by_its_key() -> None:
             words.append(f"{key}={text}")
     assert len(words) > 80
     assert compose(words) == compose([])
+
+
+@pytest.mark.parametrize(
+    ("scorer", "delay", "inputs"),
+    [("mlp", "null", "kv_hidden"), ("mlstm", "null", "kv"), ("mlstm", "3", "kv"), ("mlstm", "0", "kv_hidden")],
+)
+def test_inputs_auto_reads_the_hidden_state_where_it_costs_no_memory(scorer, delay, inputs):
+    from kvpop_lightning.config.policies import retrofit_options
+
+    words = [f"policy=kvpop_{scorer}", f"policy.scorer.delay={delay}", "policy.scorer.inputs=auto"]
+    assert retrofit_options(compose(words))["inputs"] == inputs
+    assert retrofit_options(compose([*words, "policy.scorer.inputs=hidden"]))["inputs"] == "hidden"

@@ -191,3 +191,25 @@ def test_memory_limit_changes_nothing_but_the_queries_sampled(model):
     assert 1 <= narrow.mass_positions.numel() < wide.mass_positions.numel()
     first, second = (policy_record(model, row, SETTINGS) for row in (wide, narrow))
     assert first["kl"] == pytest.approx(second["kl"], rel=1e-5)
+
+
+def test_position_stride_measures_every_nth_position_of_the_same_forward(model):
+    batch = make_batch()
+    retrofit(model, Budget(2, 6, 8), policy="streaming_llm")
+    every = dense_row(model, batch, SETTINGS)
+    third = dense_row(model, batch, RowSettings(first_position=18, window=6, position_stride=3))
+    assert third.positions.tolist() == every.positions.tolist()[::3]
+    got = policy_record(model, third, SETTINGS)
+    teacher = reference_log_probs_under(model, batch, sparse=False)
+    student = reference_log_probs_under(model, batch, sparse=True)
+    kl = (teacher.exp() * (teacher - student)).sum(-1)[third.positions]
+    assert got["positions"] == len(third.positions)
+    assert got["kl"] == pytest.approx(float(kl.mean()), abs=1e-5)
+
+
+def reference_log_probs_under(model, batch, *, sparse):
+    with torch.no_grad():
+        if sparse:
+            return reference_log_probs(model, batch)
+        with dense(model):
+            return reference_log_probs(model, batch)

@@ -284,3 +284,25 @@ def test_a_base_trained_with_its_policy_runs_on_its_own_weights(config, base):
     result = run(wide, base, ["full", "kvpop_mlp"])
     assert find(result.table, "full", T)["nll"] == before["nll"]  # the teacher is the untouched base
     assert find(result.table, "kvpop_mlp", T + 10)["kl"] > 1e-3  # nothing evicted: the weights differ
+
+
+def test_the_decay_follows_the_budget_for_learned_policies_and_controls_alike(config, base):
+    """Half the slots: the same age costs twice as much; policies without decay keep none (eval.decay_by_budget)."""
+    model, _ = base
+    retrofit(model, Budget(2, 8, 14), policy="streaming_llm")
+    names = ["kvpop_mlp", "random+decay", "random"]
+    given = config.policy.budget
+    trained = given.sink + given.window + given.topk
+
+    def decays(by_budget):
+        changed = replace(config, eval=replace(config.eval, decay_by_budget=by_budget))
+        return {c.pair: float(c.policy.decay.flatten()[0]) for c in build_contestants(model, changed, names)}
+
+    fixed, scaled = decays(False), decays(True)
+    unretrofit(model)
+    for budget in BUDGETS:
+        for name in ("kvpop_mlp", "random+decay"):
+            assert fixed[name, budget] == fixed[name, BUDGETS[0]] < 1
+            assert scaled[name, budget] == pytest.approx(fixed[name, budget] ** (trained / budget), rel=1e-12)
+        assert scaled["random", budget] == 1.0
+    assert scaled["kvpop_mlp", BUDGETS[0]] != scaled["kvpop_mlp", BUDGETS[1]]
