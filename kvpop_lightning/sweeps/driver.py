@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -31,7 +32,9 @@ from kvpop_lightning.sweeps.worker import Worker, WorkPlan
 from kvpop_lightning.tracking import TrackedRun
 from kvpop_lightning.tracking.environment import write_atomically
 
-LOOK_S = 0.5
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.2
 COUNT_S = 2.0
 
 
@@ -128,18 +131,13 @@ class SweepRun:
         stopped = ""
         with screen:
             screen.progress(own.progress())
-            threads = [
-                threading.Thread(
-                    target=self._worker, args=(plan, storage, gpu, screen), name=f"worker {index}"
-                )
-                for index, gpu in enumerate(self.gpus or [None])
+            ended = [
+                self._start_worker(index, plan, storage, screen) for index in range(len(self.gpus or [None]))
             ]
-            for thread in threads:
-                thread.start()
             counted = time.monotonic()
             try:
-                while any(thread.is_alive() for thread in threads):
-                    threads[0].join(LOOK_S) if threads[0].is_alive() else time.sleep(LOOK_S)
+                while not all(event.is_set() for event in ended):
+                    time.sleep(LOOK_S)
                     if time.monotonic() - counted > COUNT_S:
                         counted = time.monotonic()
                         screen.progress(own.progress(), self._best_so_far(study))
@@ -148,8 +146,8 @@ class SweepRun:
                         self.stop.set()
             finally:  # also Ctrl-C: children write checkpoints, trials go back to the queue
                 self.stop.set()
-                for thread in threads:
-                    thread.join()
+                while not all(event.is_set() for event in ended):
+                    time.sleep(LOOK_S)
             screen.progress(own.progress(), self._best_so_far(study))
         if self._errors:
             raise self._errors[0]
@@ -161,16 +159,30 @@ class SweepRun:
             stopped="" if progress.complete else stopped,
         )
 
-    def _worker(self, plan: WorkPlan, storage: Any, gpu: str | None, screen: SweepScreen) -> None:
+    def _start_worker(self, index: int, plan: WorkPlan, storage: Any, screen: SweepScreen) -> threading.Event:
+        """A thread that works; the event is set when it has ended.
+
+        Not `Thread.join`: interrupted by Ctrl-C, Python 3.11 takes the thread for ended from then on.
+        """
         import optuna
 
-        try:
-            pruner = build_pruner(self.sweep.pruner, self.steps, self.every)
-            study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=pruner)
-            Worker(plan, self._tickets(study), gpu=gpu, stop=self.stop, show=screen.update).run()
-        except BaseException as error:  # of a thread: the main one raises it
-            self._errors.append(error)
-            self.stop.set()
+        ended = threading.Event()
+
+        def work() -> None:
+            try:
+                pruner = build_pruner(self.sweep.pruner, self.steps, self.every)
+                study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=pruner)
+                gpu = self.gpus[index] if self.gpus else None
+                Worker(plan, self._tickets(study), gpu=gpu, stop=self.stop, show=screen.update).run()
+            except BaseException as error:  # of a thread: the main one raises it
+                log.error("a worker ended: %s", error, exc_info=error)
+                self._errors.append(error)
+                self.stop.set()
+            finally:
+                ended.set()
+
+        threading.Thread(target=work, name=f"worker {index}").start()
+        return ended
 
     def _plan(self, parent_run_id: str | None) -> WorkPlan:
         settings, pruner = self.settings, self.sweep.pruner
