@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+WORKERS ?= 2
 
 ifeq ($(VENV),system)
   PY    := $(PYTHON)
@@ -40,8 +41,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(READY)
 	$(PY) -m kvpop_lightning.cli demo $(ARGS)
 
+# Two processes of one arithmetic thread each: the tests are many small ones.
 test: $(READY)
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 test-all: $(READY)
 	$(PY) -m pytest -m "slow or not slow" $(ARGS)

@@ -1,4 +1,4 @@
-"""Copies the demo's measured table and figures into `docs/` and renews the table in README.md and docs/results.md.
+"""Copies the demo's table and figures into `docs/`, renews the table in README.md and docs/results.md.
 
     python benchmarks/publish_demo.py runs/demo
 
@@ -14,7 +14,18 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ("policy", "compression", "budget", "kl", "top1", "perplexity", "bytes_held", "bytes_accounted", "topk", "rows")
+KEPT = (
+    "policy",
+    "compression",
+    "budget",
+    "kl",
+    "top1",
+    "perplexity",
+    "bytes_held",
+    "bytes_accounted",
+    "topk",
+    "rows",
+)
 START, END = "<!-- demo table -->", "<!-- end of demo table -->"
 
 
@@ -31,7 +42,11 @@ def markdown(entries: list[dict], metric: str = "kl") -> str:
         cells = []
         for budget in budgets:
             number = value[policy, budget][metric]
-            cells.append(f"**{number:.3f}**" if policy.startswith("kvpop") and number == best[budget] else f"{number:.3f}")
+            cells.append(
+                f"**{number:.3f}**"
+                if policy.startswith("kvpop") and number == best[budget]
+                else f"{number:.3f}"
+            )
         lines.append(f"| {policy} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -44,7 +59,9 @@ def replace_between(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_dir", type=Path)
     run_dir = parser.parse_args().run_dir
     entries = json.loads((run_dir / "table.json").read_text())

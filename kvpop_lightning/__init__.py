@@ -1,4 +1,4 @@
-"""KVpop: learn what a KV cache should evict (public names are imported on first use, so `import` stays cheap)."""
+"""KVpop: learn what a KV cache should evict. Public names are imported on first use: `import` stays cheap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command and example of README.md runs (PEERS.md item 14): none may be there that this file does not execute."""
+"""Every command and example of README.md runs (PEERS.md item 14): each block there is executed here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _run(words: list[str], timeout: int = 600) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all README commands, so that later ones find what earlier ones left; a user's model and data in it."""
+    """One folder for all commands: later ones find what earlier ones left, a user's model and data too."""
     from kvpop_lightning.config.schema import ModelConfig
     from kvpop_lightning.data.sample import sample_text
     from kvpop_lightning.models import load_model
@@ -56,14 +56,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _in_test(command: str, place: Path) -> list[str]:
-    """The command as typed, with the reader's own paths filled in, results kept out of the repository and small sizes."""
+    """The command as typed, with paths filled in, results kept out of the repository, and small sizes."""
     filled = command.replace("MODEL_FOLDER", str(place / "model")).replace(
         "DATA.jsonl", str(place / "data.jsonl")
     )
     words = shlex.split(filled)
     assert words[0] in ("kvpop", "make"), f"README has a command that this test cannot run: {command}"
     if words[0] == "make":
-        # `make test` would run this test again, `make ui` never ends: their recipes are checked, `make demo` is run by its own test.
+        # `make test` would run this test again, `make ui` never ends: their recipes are checked;
+        # `make demo` has its own test.
         return ["make", "--dry-run", *words[1:]]
     words = [sys.executable, "-m", "kvpop_lightning.cli", *words[1:]]
     if "--help" in words or "--print-config" in words or words[3] == "doctor":
@@ -87,7 +88,12 @@ def _in_test(command: str, place: Path) -> list[str]:
             "data.min_document_tokens=16",
             "model.device=cpu",
         ]
-        words += ["data.eval_single_document=false", "policy.budget.topk=24", "policy.scorer.memory_dim=4", "policy.scorer.value_dim=4"]
+        words += [
+            "data.eval_single_document=false",
+            "policy.budget.topk=24",
+            "policy.scorer.memory_dim=4",
+            "policy.scorer.value_dim=4",
+        ]
     return words
 
 

@@ -1,4 +1,4 @@
-"""The repository's own promises: layering, file sizes, pins, nothing heavy committed, a pipeline in step with the demo."""
+"""The repository's own promises: layering, file sizes, pins, nothing heavy committed, params.yaml in step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUTSIDE = {"config", "tracking"}  # plain settings and logging: any room from `m
 
 
 def _imported_rooms(path: Path) -> set[str]:
-    """Rooms imported when the module itself is imported; late imports inside functions do not bind the layering."""
+    """Rooms imported with the module; late imports inside functions do not bind the layering."""
     rooms: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvpop_lightning."):

@@ -48,7 +48,10 @@ def problems(*words: str, command: str | None = None) -> list[str]:
         (["trainer.scorer_lr=.inf"], ["trainer.scorer_lr", "finite"]),
         (["policy.decay_step=0"], ["policy.decay_step"]),
         (["policy.name=kvpop_mpl"], ["policy.name=kvpop_mpl", "kvpop_mlp"]),
-        (["policy.scorer.inputs=kvh"], ["policy.scorer.inputs=kvh", "did you mean kv", "known: auto, kv, hidden"]),
+        (
+            ["policy.scorer.inputs=kvh"],
+            ["policy.scorer.inputs=kvh", "did you mean kv", "known: auto, kv, hidden"],
+        ),
         (["eval.policies=full,randm"], ["eval.policies=randm", "random"]),
         (["eval.policies=full,full"], ["full is listed twice"]),
         (["train_policies=random"], ["train_policies=random"]),

@@ -289,7 +289,12 @@ def test_every_setting_of_the_schema_can_be_set_by_its_key() -> None:
 
 @pytest.mark.parametrize(
     ("scorer", "delay", "inputs"),
-    [("mlp", "null", "kv_hidden"), ("mlstm", "null", "kv"), ("mlstm", "3", "kv"), ("mlstm", "0", "kv_hidden")],
+    [
+        ("mlp", "null", "kv_hidden"),
+        ("mlstm", "null", "kv"),
+        ("mlstm", "3", "kv"),
+        ("mlstm", "0", "kv_hidden"),
+    ],
 )
 def test_inputs_auto_reads_the_hidden_state_where_it_costs_no_memory(scorer, delay, inputs):
     from kvpop_lightning.config.policies import retrofit_options

@@ -287,7 +287,7 @@ def test_a_base_trained_with_its_policy_runs_on_its_own_weights(config, base):
 
 
 def test_the_decay_follows_the_budget_for_learned_policies_and_controls_alike(config, base):
-    """Half the slots: the same age costs twice as much; policies without decay keep none (eval.decay_by_budget)."""
+    """Half the slots: the same age costs twice as much; policies without decay keep none."""
     model, _ = base
     retrofit(model, Budget(2, 8, 14), policy="streaming_llm")
     names = ["kvpop_mlp", "random+decay", "random"]
