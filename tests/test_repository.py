@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_params_yaml_is_the_demo_configuration() -> None:
     from kvpop_lightning.cli import main  # noqa: F401  (the command line must import without heavy packages)
 
     printed = subprocess.run(
-        ["python", "-m", "kvpop_lightning.cli", "train", "experiment=demo", "--print-config"],
+        [sys.executable, "-m", "kvpop_lightning.cli", "train", "experiment=demo", "--print-config"],
         cwd=ROOT,
         capture_output=True,
         text=True,
