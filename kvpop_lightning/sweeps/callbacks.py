@@ -32,7 +32,7 @@ class StopWatch:
     SIGTERM, which ends the tracking run in order.
     """
 
-    def __init__(self, stop_file: Path, parent: int | None) -> None:
+    def __init__(self, stop_file: Path, parent: int) -> None:
         self.stop_file, self.parent = stop_file, parent
         self.asked = threading.Event()
         self.training = False
@@ -49,7 +49,7 @@ class StopWatch:
         orphaned_at: float | None = None
         signalled = False
         while not self._end.wait(LOOK_EVERY_S):
-            if orphaned_at is None and self.parent is not None and os.getppid() != self.parent:
+            if orphaned_at is None and os.getppid() != self.parent:
                 # Nobody watches this trial any more; whoever finds that will run it again, perhaps here.
                 orphaned_at = time.monotonic()
             if orphaned_at is not None and time.monotonic() - orphaned_at > ORPHAN_GRACE_S:

@@ -52,6 +52,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         ConfigError: the point cannot be.
         DivergedError: NaN or infinity.
     """
+    parent = os.getppid()
     objective = Objective.from_dict(job["objective"])
     point: Point = job["point"]
     config = trial_config(
@@ -62,8 +63,6 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     from kvpop_lightning.tracking import TrackedRun
 
     words = [*job["words"], *(f"{key}={value}" for key, value in point.items())]
-    # Further ranks are started by the first one, not by the sweep.
-    parent = job.get("parent") if _is_rank_zero() else os.getppid()
     watch = StopWatch(Path(job["run_dir"]) / STOP_FILE, parent)
     with TrackedRun(
         config, name=job["name"], command="sweep", overrides=words, tags=job.get("tags", {})

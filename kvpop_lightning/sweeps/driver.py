@@ -27,7 +27,7 @@ from kvpop_lightning.sweeps.show import SweepScreen
 from kvpop_lightning.sweeps.spec import load_sweep
 from kvpop_lightning.sweeps.storage import lock_file, one_at_a_time, open_storage, storage_address
 from kvpop_lightning.sweeps.tickets import Progress, Tickets
-from kvpop_lightning.sweeps.trial import CHILD, TrialResult, run_trial
+from kvpop_lightning.sweeps.trial import TrialResult, run_trial
 from kvpop_lightning.sweeps.worker import Worker, WorkPlan
 from kvpop_lightning.tracking import TrackedRun
 from kvpop_lightning.tracking.environment import write_atomically
@@ -67,11 +67,11 @@ class SweepRun:
     """
 
     def __init__(
-        self, config: Config, overrides: Sequence[str] = (), *, command: Sequence[str] = CHILD
+        self, config: Config, overrides: Sequence[str] = (), *, command: Sequence[str] | None = None
     ) -> None:
         if not config.sweep.name:
             raise UserError("which sweep? kvpop sweep NAME reads sweeps/NAME.yaml")
-        self.config, self.settings, self.command = config, config.sweep, tuple(command)
+        self.config, self.settings, self.command = config, config.sweep, command
         self.sweep = load_sweep(config.sweep.name)
         self.folder = Path(config.run_dir)
         own = trial_words(overrides)
@@ -299,7 +299,7 @@ class SweepRun:
 
 
 def run_sweep(
-    config: Config, overrides: Sequence[str] = (), *, command: Sequence[str] = CHILD
+    config: Config, overrides: Sequence[str] = (), *, command: Sequence[str] | None = None
 ) -> SweepOutcome:
     """Runs or joins the sweep that `config.sweep` names; see `SweepRun`."""
     sweep_run = SweepRun(config, overrides, command=command)

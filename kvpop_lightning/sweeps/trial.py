@@ -30,6 +30,7 @@ from kvpop_lightning.sweeps.files import (
     run_id_in,
     write_json,
 )
+from kvpop_lightning.sweeps.nursery import TrialProcess, shared_nursery
 from kvpop_lightning.sweeps.objective import Objective
 
 FINISHED, PRUNED, INVALID, OUT_OF_MEMORY, FAILED, INTERRUPTED = STATES = (
@@ -41,7 +42,7 @@ FINISHED, PRUNED, INVALID, OUT_OF_MEMORY, FAILED, INTERRUPTED = STATES = (
     "interrupted",
 )
 CHILD = (sys.executable, "-m", "kvpop_lightning.sweeps.child")
-"""Command that runs one trial; the path of its job file comes last."""
+"""Command that runs one trial from nothing; the path of its job file comes last."""
 
 OnMetrics = Callable[[int, dict[str, float]], bool]
 
@@ -92,7 +93,7 @@ def run_trial(
     poll_s: float = 0.25,
     memory_limit_gb: float | None = None,
     threads: int | None = None,
-    command: Sequence[str] = CHILD,
+    command: Sequence[str] | None = None,
 ) -> TrialResult:
     """Trains and measures one point in a process of its own, and returns when that has ended.
 
@@ -113,7 +114,8 @@ def run_trial(
         grace_s: seconds from the stop request to SIGTERM; kill_s: from there to SIGKILL.
         memory_limit_gb: memory it may allocate on the CPU, in 10^9 bytes.
         threads: CPU threads it computes with.
-        command: what to run instead of the real child (tests).
+        command: what to run, with the job file as its last word (`CHILD`, or a stand-in); None = a fork of
+            the server that has loaded everything (`nursery`).
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -129,7 +131,6 @@ def run_trial(
         "measure": dict(measure or {}),
         "tags": dict(tags or {}),
         "memory_limit_gb": memory_limit_gb,
-        "parent": os.getpid(),
     }
     write_json(run_dir / JOB_FILE, job)
     log_path = run_dir / LOG_FILE
@@ -137,29 +138,20 @@ def run_trial(
     watch = _Watch(run_dir, on_metrics, timeout_s, stop, on_tick, grace_s, kill_s)
     started = time.monotonic()
     oom_before = _oom_kills()
-    with log_path.open("ab") as log:
-        # A session of its own: Ctrl-C on the terminal reaches this process alone, which then stops its trials
-        # in order, and a signal to the group reaches loaders and other ranks as well.
-        process = subprocess.Popen(
-            [*command, str(run_dir / JOB_FILE)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(gpu, threads),
-            start_new_session=True,
-        )
+    process = _start(run_dir / JOB_FILE, log_path, _environment(gpu, threads), command)
+    try:
         _note_child(run_dir, process.pid)
-        try:
-            while process.poll() is None:
-                watch.step(process)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(poll_s)
-            watch.read_metrics()
-        finally:
-            _kill_group(process)  # whatever happens here, and whatever the child left behind
+        while process.poll() is None:
+            watch.step(process)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(poll_s)
+        watch.read_metrics()
+    finally:
+        _kill_group(process)  # whatever happens here, and whatever the child left behind
     (run_dir / CHILD_FILE).unlink(missing_ok=True)
     lines = last_lines(log_path, log_start)
-    state, message = _outcome(process.returncode, watch, run_dir, lines, _oom_kills() > oom_before)
+    code = process.wait()
+    state, message = _outcome(code, watch, run_dir, lines, _oom_kills() > oom_before)
     result = read_json(run_dir / RESULT_FILE) if state == FINISHED else {}
     return TrialResult(
         state=state,
@@ -169,9 +161,25 @@ def run_trial(
         run_dir=run_dir,
         run_id=run_id_in(run_dir, name),
         message=message,
-        exit_code=process.returncode,
+        exit_code=code,
         rows=result.get("rows", {}),
     )
+
+
+def _start(job: Path, log_path: Path, env: dict[str, str], command: Sequence[str] | None) -> TrialProcess:
+    """The child, in a session of its own: Ctrl-C on the terminal reaches this process alone, which then stops
+    its trials in order, and a signal to the group reaches loaders and other ranks as well."""
+    if command is None:
+        return shared_nursery().start(job, log_path, env)
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [*command, str(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
 
 
 class _Watch:
@@ -197,7 +205,7 @@ class _Watch:
         self._asked = 0.0
         self._signals: set[int] = set()
 
-    def step(self, process: subprocess.Popen[bytes]) -> None:
+    def step(self, process: TrialProcess) -> None:
         self.read_metrics()
         if self.on_tick is not None:
             self.on_tick()
@@ -223,7 +231,7 @@ class _Watch:
         self.reason, self._asked = reason, time.monotonic()
         (self.run_dir / STOP_FILE).write_text(reason, encoding="utf-8")
 
-    def _send(self, process: subprocess.Popen[bytes], number: int) -> None:
+    def _send(self, process: TrialProcess, number: int) -> None:
         self._signals.add(number)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -285,9 +293,10 @@ def _end_predecessor(run_dir: Path) -> None:
             process.wait(10)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: TrialProcess) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.pid > 0:
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

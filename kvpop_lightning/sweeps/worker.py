@@ -17,7 +17,7 @@ from kvpop_lightning.sweeps.sampling import build_sampler
 from kvpop_lightning.sweeps.space import suggest_point
 from kvpop_lightning.sweeps.spec import Sweep
 from kvpop_lightning.sweeps.tickets import TICKET, Tickets
-from kvpop_lightning.sweeps.trial import CHILD, TrialResult, run_trial
+from kvpop_lightning.sweeps.trial import TrialResult, run_trial
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class WorkPlan:
     timeout_s: float | None
     memory_limit_gb: float | None
     threads: int | None
-    command: Sequence[str] = CHILD
+    command: Sequence[str] | None = None
 
     def trial_folder(self, ticket: int) -> Path:
         """By ticket: a trial that is run again goes on from the checkpoint of the one that died."""

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+parent = os.getppid()
 job = json.loads(Path(sys.argv[1]).read_text())
 folder = Path(job["run_dir"])
 plan = json.loads(os.environ.get("FAKE_PLAN", "{}"))
@@ -67,6 +68,8 @@ while mode in ("slow", "bad", "stubborn", "deaf"):
     if mode in ("slow", "bad") and (folder / "stop_request").exists():
         (folder / "checkpoint").write_text(str(step))
         sys.exit(3)
+    if os.getppid() != parent:  # a test that was killed must not leave this behind
+        sys.exit(143)
     log(step, **{"train/loss": 0.1, "objective/kl": start})
     step += 10
     time.sleep(0.05)
