@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from conftest import _BASE, BUDGET, Rows
+from training_cases import _BASE, BUDGET, Rows
 
 from kvpop_lightning import retrofit
 from kvpop_lightning.config.schema import DistillConfig, TrainerConfig

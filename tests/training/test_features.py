@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BUDGET, HEAD_DIM, KV_HEADS, LAYERS, Rows
+from training_cases import BUDGET, HEAD_DIM, KV_HEADS, LAYERS, Rows
 
 from kvpop_lightning.config.schema import DistillConfig, TrainerConfig
 from kvpop_lightning.errors import UserError

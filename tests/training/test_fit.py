@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BUDGET, Rows
+from training_cases import BUDGET, Rows
 
 from kvpop_lightning import load
 from kvpop_lightning.config.schema import (

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import BUDGET, Rows
+from training_cases import BUDGET, Rows
 
 from kvpop_lightning.config.schema import DistillConfig, TargetConfig, TrainerConfig
 from kvpop_lightning.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import BUDGET, Rows
+from training_cases import BUDGET, Rows
 
 from kvpop_lightning.config.schema import DistillConfig, TrainerConfig
 from kvpop_lightning.errors import UserError
@@ -160,6 +160,10 @@ def test_checkpoints_hold_scorers_only_when_the_base_is_frozen(
 
 def test_checkpoints_of_a_trained_base_hold_it_once_and_no_teacher(make_model: Any, tmp_path: Path) -> None:
     config = replace(CONFIG, base="full")
+    module = StudentModule(make_model(), DISTILL, config)
+    assert len(list(module.parameters())) == len(list(make_model().parameters())), (
+        "the teacher is outside the tree"
+    )
     stored = _checkpoint(lambda: StudentModule(make_model(), DISTILL, config), tmp_path, Rows(5))
     model = make_model()
     assert set(stored["state_dict"]) == {f"model.{n}" for n in model.state_dict()}

@@ -10,8 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import Rows
 from test_modules import Record, features_of, run
+from training_cases import Rows
 
 from kvpop_lightning.config.schema import DistillConfig, TrainerConfig
 from kvpop_lightning.training.callbacks import GradientNorm
