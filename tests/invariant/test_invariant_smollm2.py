@@ -142,4 +142,4 @@ def test_prompt_longer_than_the_budget_does_not_end_the_text(loaded, prepare, id
         loss["dense"] = torch.nn.functional.cross_entropy(logits[:-1], target[1:]).item()
     print(loss)
     assert loss["sinks"] < loss["dense"] + 1.0
-    assert loss["none"] > loss["sinks"] + 1.0
+    assert loss["none"] > loss["sinks"] + 0.5
