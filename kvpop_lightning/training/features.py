@@ -223,13 +223,3 @@ class FeatureCache:
                 f"trainer.feature_cache_limit_gb={self.limit_gb:g}: raise it, lower data.train_rows, or "
                 "delete old features there"
             )
-
-
-def stack_rows(rows: Sequence[Features]) -> Features:
-    """Features of several rows with a leading batch dimension."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def flat_heads(tensor_BLH: Tensor) -> Tensor:
-    """[B, L, H, ...] -> [B, L*H, ...]: all layers' heads along one axis."""
-    return tensor_BLH.flatten(1, 2)

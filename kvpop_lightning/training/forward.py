@@ -71,5 +71,7 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
 
 
 def collate(rows: list[Batch]) -> Batch:
-    """Rows without batch dimension -> one batch (row numbers become int64 [B])."""
+    """Rows without batch dimension -> one batch (row numbers become [B]); a single row is not copied."""
+    if len(rows) == 1:
+        return {name: torch.as_tensor(value)[None] for name, value in rows[0].items()}
     return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}

@@ -170,7 +170,7 @@ class ScorerModule(TrainingModule):
                     self._decision_bytes_left -= size
                     self._decisions[row] = one
             found.append(one)
-        joined = Decisions(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        joined = found[0] if len(found) == 1 else Decisions(*map(torch.cat, zip(*found, strict=True)))
         return joined._replace(boundary=joined.boundary.long())
 
     def _query_mask(self, batch: Batch) -> Tensor:
