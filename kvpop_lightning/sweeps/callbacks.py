@@ -133,7 +133,7 @@ class MeasureObjective(pl.Callback):
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Means over the rows of kl, top1 and nll."""
-        from kvpop_lightning.evaluation.contestants import Contestant, at_budget, budget_of
+        from kvpop_lightning.evaluation.contestants import Contestant, at_budget, budget_of, decay_exponent
         from kvpop_lightning.evaluation.evaluate import row_settings
         from kvpop_lightning.evaluation.rows import dense_row, policy_record
         from kvpop_lightning.training.forward import collate, to_device
@@ -149,7 +149,10 @@ class MeasureObjective(pl.Callback):
                 self._dense.append(dense_row(model, batch, settings, chunk=chunk))
             total = self.config.eval.budgets[0]
             policy = at_budget(
-                model.kvpop, budget_of(self.config, total), equal_bytes=self.config.policy.equal_bytes
+                model.kvpop,
+                budget_of(self.config, total),
+                decay_exponent(self.config, total),
+                equal_bytes=self.config.policy.equal_bytes,
             )
             contestant = Contestant(self.config.policy.name, total, policy)
             records = []
