@@ -17,7 +17,7 @@ from kvpop_lightning.config.describe import settings
 from kvpop_lightning.config.memory import mlstm_cost_in_keys
 from kvpop_lightning.config.schema import Config
 
-WITHOUT_EVALUATION = ("generate", "doctor", "ui")
+WITHOUT_EVALUATION = ("generate", "doctor", "ui", "runs")
 """Commands that never evaluate: `eval.*` need not fit the budget there."""
 
 
@@ -90,6 +90,9 @@ BOUNDS: dict[str, _Bounds] = {
     "eval.kl_chunk": _COUNT,
     "eval.position_stride": _COUNT,
     "tracking.port": _Bounds(1, 65535),
+    "tracking.retry_s": _NATURAL,
+    "tracking.final_wait_s": _NATURAL,
+    "tracking.peak_tflops": _POSITIVE,
     "generate.max_new_tokens": _COUNT,
     "generate.temperature": _Bounds(0, hint="0 = greedy"),
     "generate.top_p": _SHARE,

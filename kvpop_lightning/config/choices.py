@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed"),
     "trainer.accelerator": ("auto", "cpu", "gpu", "cuda", "mps"),
     "eval.policies": POLICIES,
+    "tracking.checkpoints": ("none", "policy", "all"),
     "train_policies": TRAINED_POLICIES,
 }
 

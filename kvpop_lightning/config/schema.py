@@ -251,7 +251,16 @@ class TrackingConfig:
     tags: dict[str, str] = field(default_factory=dict)
     """Further tags of the run: `tracking.tags.owner=ann`."""
     port: int = 5000
-    """Port of `kvpop ui`."""
+    """Port of `kvpop ui`; the next free one if it is taken."""
+    retry_s: float = 60.0
+    """Seconds before a server that did not answer is asked again."""
+    final_wait_s: float = 10.0
+    """Seconds a run waits at its end for a server that is away; `kvpop runs send` sends later what is left."""
+    checkpoints: str = "policy"
+    """Kept as artifacts: `none`, `policy` = the trained scorers, `all` = the newest checkpoint and a trained
+    base too."""
+    peak_tflops: float | None = None
+    """Peak 10^12 FLOP/s of one device for the FLOPs utilisation; null = its data sheet, a CPU is measured."""
 
 
 @dataclass(frozen=True)
