@@ -100,8 +100,18 @@ def _settings(command: Command | None, words: Sequence[str]) -> list[str]:
     own: dict[str, str] = getattr(command, "FLAGS", {})
     argument: str | None = getattr(command, "ARGUMENT", None)
     found: list[str] = []
-    for word in words:
-        if word in own:
+    rest = iter(words)
+    for word in rest:
+        if word in own and own[word].endswith("="):  # a flag with a value; given twice, both hold
+            value = next(rest, "")
+            if not value or _is_flag(value):
+                raise UserError(f"{word} needs a value")
+            given = next((index for index, w in enumerate(found) if w.startswith(own[word])), None)
+            if given is None:
+                found.append(own[word] + value)
+            else:
+                found[given] += f" {value}"
+        elif word in own:
             found.append(own[word])
         elif _is_flag(word):
             raise UserError(f"unknown option {word}{did_you_mean(word, (*OPTIONS, *own))}")

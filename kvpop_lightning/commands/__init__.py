@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 from kvpop_lightning.config.schema import Config
 
-COMMANDS = ("prepare", "train", "evaluate", "compare", "generate", "demo", "sweep", "doctor", "ui")
+COMMANDS = ("prepare", "train", "evaluate", "compare", "generate", "demo", "sweep", "ablate", "doctor", "ui")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Command(Protocol):
     """Experiment when the command line names none."""
     # A command may also have `ARGUMENT`, the key that a word without `=` is the value of (`kvpop sweep
     # NAME`),
-    # `FLAGS`, words with dashes and the setting each stands for (`--worker`), and `words_before(settings)`,
+    # `FLAGS`, words with dashes and the setting each stands for (`--worker`; `--only` with "ablate.only=" takes the next word), and `words_before(settings)`,
     # settings that go in front of what the user typed (those of the sweep's file).
 
     def run(self, config: Config, call: Call) -> int:

@@ -106,6 +106,12 @@ BOUNDS: dict[str, _Bounds] = {
     "sweep.trial_timeout_s": _POSITIVE,
     "sweep.memory_limit_gb": _POSITIVE,
     "sweep.threads": _COUNT,
+    "ablate.workers": _COUNT,
+    "ablate.retries": _Bounds(0, hint="0 = never again"),
+    "ablate.grace_s": _NATURAL,
+    "ablate.point_timeout_s": _POSITIVE,
+    "ablate.memory_limit_gb": _POSITIVE,
+    "ablate.threads": _COUNT,
     "seed": _NATURAL,
 }
 

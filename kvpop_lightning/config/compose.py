@@ -28,7 +28,7 @@ FREE_TEXT = ("generate.prompt", "generate.system")
 """Keys whose `${...}` is text, not a reference to another key: they go past OmegaConf."""
 
 
-OWN_KEYS = ("generate", "sweep")
+OWN_KEYS = ("generate", "sweep", "ablate")
 """Commands that take the keys of their own group without its name in front (`storage=...`)."""
 
 

@@ -287,6 +287,8 @@ class SweepConfig:
     """The sweep: `sweeps/NAME.yaml`, or a path that ends in .yaml. `kvpop sweep NAME` sets it."""
     worker: bool = False
     """Join the study that another `kvpop sweep NAME` made in the same storage (`--worker`)."""
+    report: bool = False
+    """Run no trial, only write the report of what the study holds (`--report`)."""
     workers: int = 1
     """Trials at the same time on this machine; 0 = make the study and leave."""
     storage: str | None = None
@@ -315,6 +317,30 @@ class SweepConfig:
 
 
 @dataclass(frozen=True)
+class AblateConfig:
+    name: str | None = None
+    """The grid: `sweeps/ablation_NAME.yaml`, or a path that ends in .yaml. `kvpop ablate NAME` sets it."""
+    only: str | None = None
+    """Cells to run, by their levels: `scorer=linear,mlp`, several axes with a space between (`--only`)."""
+    show: bool = False
+    """Show the cells and what is known of them, run nothing (`--list`)."""
+    workers: int = 1
+    """Points at the same time; 1 on a GPU, so that every point finds the features of the one before."""
+    gpus: list[str] = field(default_factory=lambda: ["auto"])
+    """GPUs that points take turns on: `auto` = all that are visible, `none`, or device numbers."""
+    retries: int = 1
+    """How often a point that died (a crash, not a wrong setting) is run again."""
+    grace_s: float = 60.0
+    """Seconds that a point gets to write its checkpoint when it is asked to stop, before SIGTERM."""
+    point_timeout_s: float | None = None
+    """Longest time of one point; a longer one is stopped and fails."""
+    memory_limit_gb: float | None = None
+    """Memory a point may allocate on the CPU."""
+    threads: int | None = None
+    """CPU threads of one point; null = this machine's, shared among the workers."""
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -325,6 +351,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    ablate: AblateConfig = field(default_factory=AblateConfig)
     experiment: str | None = None
     """`configs/experiment/NAME.yaml`, or a path that ends in .yaml."""
     seed: int = 0

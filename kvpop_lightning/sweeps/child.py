@@ -111,7 +111,7 @@ def _train_and_measure(
     # A base that was trained is no teacher any more: the evaluation loads its own.
     shared = {"model": model, "tokenizer": tokenizer} if frozen else {}
     for entry in _entries(config, data, shared, objective, run, by_row=bool(measure.get("by_row"))):
-        last = entry
+        last, *others = entry
     values = {
         name: float(trained.metrics.get("seconds", trained.seconds))
         if name == "seconds"
@@ -120,23 +120,29 @@ def _train_and_measure(
     }
     names = [name for name in objective.metrics if name in last["rows"][0]]
     rows = {name: [float(row[name]) for row in last["rows"]] for name in names}
+    for other in others:
+        at = f"@{other['budget']}"
+        values |= {n + at: _number(other[n]) for n in objective.metrics if n != "seconds"}
+        rows |= {n + at: [float(row[n]) for row in other["rows"]] for n in names}
     return {"values": values, "rows": rows, "steps": trained.steps}
 
 
 def _entries(
     config: Config, data: Any, shared: dict[str, Any], objective: Objective, run: Any, *, by_row: bool
-) -> Iterator[dict[str, Any]]:
-    """The policy's entry of the comparison table; `by_row`: after each row, reported by the row's number."""
+) -> Iterator[list[dict[str, Any]]]:
+    """The policy's entries of the comparison table, one per budget in the objective's order; `by_row`: after
+    each row, reported by the row's number."""
     from kvpop_lightning.evaluation.evaluate import evaluate
 
     for count in range(1 if by_row else objective.rows, objective.rows + 1):
         part = replace(config, eval=replace(config.eval, rows=count))
-        (entry,) = evaluate(part, [config.policy.name], data=data, progress=False, **shared).table
+        table = evaluate(part, [config.policy.name], data=data, progress=False, **shared).table
+        entries = [entry for total in config.eval.budgets for entry in table if entry["budget"] == total]
         if by_row:
-            row = entry["rows"][-1]
+            row = entries[0]["rows"][-1]
             names = [name for name in objective.metrics if name in row]
             run.log_metrics({f"objective_row/{name}": row[name] for name in names}, step=count - 1)
-        yield entry
+        yield entries
 
 
 def _number(value: Any) -> float:

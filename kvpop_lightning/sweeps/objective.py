@@ -34,10 +34,17 @@ class Objective:
     budget: int | None
     rows: int
     metrics: tuple[str, ...]
+    more_budgets: tuple[int, ...] = ()
+    """Further budgets that the same policy is measured at; their values are called `kl@64`."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "metrics": list(self.metrics)}
+        return {**asdict(self), "metrics": list(self.metrics), "more_budgets": list(self.more_budgets)}
 
     @classmethod
     def from_dict(cls, description: dict[str, Any]) -> Objective:
-        return cls(description["budget"], description["rows"], tuple(description["metrics"]))
+        return cls(
+            description["budget"],
+            description["rows"],
+            tuple(description["metrics"]),
+            tuple(description.get("more_budgets", ())),
+        )

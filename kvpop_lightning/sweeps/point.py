@@ -31,14 +31,14 @@ def trial_config(
     fixed = [*words, f"run_dir={run_dir}", "eval.figures=false", f"eval.rows={objective.rows}"]
     budget = objective.budget
     if budget is None:
-        given = _composed(fixed, point, _ANY_BUDGET).policy.budget
+        given = _composed(fixed, point, [_ANY_BUDGET]).policy.budget
         budget = given.sink + given.window + given.topk
-    return _composed(fixed, point, budget)
+    return _composed(fixed, point, [budget, *objective.more_budgets])
 
 
-def _composed(words: Sequence[str], point: Mapping[str, Any], budget: int) -> Config:
+def _composed(words: Sequence[str], point: Mapping[str, Any], budgets: Sequence[int]) -> Config:
     # The table of a trial has one line, that of its own policy, whatever the experiment compares.
-    return compose([*words, f"eval.budgets=[{budget}]", "eval.policies=[full]"], sweep_point=point)
+    return compose([*words, f"eval.budgets={list(budgets)}", "eval.policies=[full]"], sweep_point=point)
 
 
 def trial_words(words: Sequence[str]) -> list[str]:

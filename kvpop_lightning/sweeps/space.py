@@ -23,7 +23,7 @@ FIELDS = {
     "categorical": ("type", "choices", "when"),
 }
 NOT_SEARCHED = ("run_dir", "experiment", "train_policies")
-GROUPS_NOT_SEARCHED = ("tracking", "sweep", "generate", "eval")
+GROUPS_NOT_SEARCHED = ("tracking", "sweep", "ablate", "generate", "eval")
 MAX_GRID = 10_000
 
 

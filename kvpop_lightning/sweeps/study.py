@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.sweeps.point import trial_config
 from kvpop_lightning.sweeps.spec import Sweep
@@ -20,6 +21,7 @@ _NO_QUESTION = (
     "run_dir",
     "tracking.",
     "sweep.",
+    "ablate.",
     "generate.",
     "eval.policies",
     "eval.budgets",
@@ -54,10 +56,17 @@ def describe(sweep: Sweep, words: Sequence[str]) -> dict[str, Any]:
     found |= {"objective.budget": sweep.objective.budget, "objective.rows": sweep.objective.rows}
     for parameter in sweep.space:
         found |= {f"space.{parameter.key}.{name}": value for name, value in parameter.describe().items()}
-    for key, value in flat(asdict(config)):
-        if not key.startswith(_NO_QUESTION) and key not in searched and key != "eval.rows":
-            found[f"settings.{key}"] = value
+    found |= {f"settings.{key}": value for key, value in question(config).items() if key not in searched}
     return json.loads(json.dumps(found))
+
+
+def question(config: Config) -> dict[str, Any]:
+    """The settings that decide what a trial measures, flat."""
+    return {
+        key: value
+        for key, value in flat(asdict(config))
+        if not key.startswith(_NO_QUESTION) and key != "eval.rows"
+    }
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
