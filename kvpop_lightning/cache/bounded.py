@@ -15,6 +15,7 @@ from kvpop_lightning.cache.chunk import attend_chunk
 from kvpop_lightning.cache.layer import BoundedLayer
 from kvpop_lightning.cache.span import Span
 from kvpop_lightning.cache.step import attend_step
+from kvpop_lightning.cache.stepwise import SteppedLayer, attend_stepwise
 
 DEFAULT_CHUNK = 128
 
@@ -57,7 +58,10 @@ class BoundedCache(Cache):
         self._spans: list[Span] | None = None
         self._attended = 0
         super().__init__(
-            layers=[BoundedLayer(self.budget, scorer, record=record) for scorer in policy.scorers]
+            layers=[
+                (SteppedLayer if scorer.stepwise else BoundedLayer)(self.budget, scorer, record=record)
+                for scorer in policy.scorers
+            ]
         )
         for layer in self._bounded:
             if not 0 <= layer.scorer.delay <= self.budget.window:
@@ -199,6 +203,8 @@ class BoundedCache(Cache):
             q, k, v = span.compact(query), span.compact(key), span.compact(value)
             x = None if hidden is None else span.compact(hidden)
             step = attend_step if span.length == 1 else attend_chunk
+            if layer.scorer.stepwise:
+                step = attend_stepwise
             out = step(layer, layer_index, self.policy, span, q, k, v, x, scaling)
             outputs.append(span.spread(out))
             layer.columns += span.length

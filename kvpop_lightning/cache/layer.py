@@ -72,8 +72,18 @@ class BoundedLayer(CacheLayerMixin):
         if fits and batch <= self._store["keys"].shape[0]:
             self._activate(batch)
             return
-        heads, budget, score_dtype = key.shape[1], self.budget, self.scorer.dtype_for(key)
-        self._store = {
+        self._store = self._allocate(key, value, hidden)
+        self._start = {
+            name: tensor[:1].clone() for name, tensor in self._store.items() if name.startswith("state.")
+        }
+        self.is_initialized, self.batch_size = True, -1
+        self._activate(batch)
+
+    def _allocate(self, key: Tensor, value: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
+        """Every tensor of the layer by name, batch first; `state.*` start again from what they hold now."""
+        batch, heads, budget = key.shape[0], key.shape[1], self.budget
+        score_dtype = self.scorer.dtype_for(key)
+        store = {
             "keys": key.new_zeros(batch, heads, budget.total, key.shape[3]),
             "values": value.new_zeros(batch, heads, budget.total, value.shape[3]),
             "score": key.new_zeros(batch, heads, budget.topk, dtype=score_dtype),
@@ -81,20 +91,21 @@ class BoundedLayer(CacheLayerMixin):
             "waiting_score": key.new_zeros(batch, heads, budget.window, dtype=score_dtype),
         }
         if hidden is not None and self.scorer.needs_hidden and self.scorer.delay > 0:
-            self._store["hidden"] = hidden.new_zeros(batch, budget.window, hidden.shape[-1])
+            store["hidden"] = hidden.new_zeros(batch, budget.window, hidden.shape[-1])
         for name, tensor in self.scorer.init_state(batch, key.device).items():
-            self._store[f"state.{name}"] = tensor
-        self._start = {
-            name: tensor[:1].clone() for name, tensor in self._store.items() if name.startswith("state.")
-        }
-        self.is_initialized, self.batch_size = True, -1
-        self._activate(batch)
+            store[f"state.{name}"] = tensor
+        return store
 
     def _activate(self, batch: int) -> None:
         """Uses the first `batch` rows of what is allocated."""
         if batch == self.batch_size and self.keys is not None:
             return
-        views = {name: tensor[:batch] for name, tensor in self._store.items()}
+        self._use({name: tensor[:batch] for name, tensor in self._store.items()})
+        self.batch_size = batch
+        self._log = None
+
+    def _use(self, views: dict[str, Tensor]) -> None:
+        """Takes the tensors of the rows in use, by name."""
         self.keys, self.values = views["keys"], views["values"]
         self.score, self.position, self.waiting_score = (
             views["score"],
@@ -105,8 +116,6 @@ class BoundedLayer(CacheLayerMixin):
         self.state = {
             name[len("state.") :]: view for name, view in views.items() if name.startswith("state.")
         }
-        self.batch_size = batch
-        self._log = None
 
     def reset(self) -> None:
         """Forgets the text, keeps the allocation."""

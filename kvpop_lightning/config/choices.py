@@ -10,7 +10,17 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
 SCORER_OF_TRAINED_POLICY = {"kvpop_linear": "linear", "kvpop_mlp": "mlp", "kvpop_mlstm": "mlstm"}
-RULES = ("full", "streaming_llm", "random", "key_norm", "oracle")
+RULES = (
+    "full",
+    "streaming_llm",
+    "random",
+    "key_norm",
+    "oracle",
+    "tova",
+    "tova_head",
+    "h2o",
+    "h2o_mean",
+)
 """Policies without parameters to train."""
 DECAY_SUFFIX = "+decay"
 """`random+decay`: the rule's scores with KVpop's decay, the control that a trained scorer must beat."""

@@ -216,7 +216,8 @@ def policy_record(
 
     Returns:
         `row, kl, top1, nll, positions`; `retained_mass` [L, Hq]; `boundary_accuracy`,
-        `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined).
+        `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined; absent under a stepwise
+        rule, which has no priorities).
     """
     scores: list[Tensor] = []
     priorities: list[Tensor] = []
@@ -235,6 +236,16 @@ def policy_record(
     if on_eviction is not None:
         on_eviction(eviction)
     policy: Any = model.kvpop
+    record = {
+        "row": int(row.batch["row"][0]),
+        "kl": metrics.kl,
+        "top1": metrics.top1,
+        "nll": metrics.nll,
+        "positions": metrics.positions,
+        "retained_mass": retained_mass(row.probability, row.mass_positions, eviction),
+    }
+    if scores[0] is None:  # a stepwise rule ranks nothing once and for all
+        return record
     score, priority = torch.cat(scores), torch.cat(priorities).flatten(0, 1)
     decisions = _decisions(row, policy, settings)
     decided = decision_accuracy(
@@ -244,13 +255,7 @@ def policy_record(
     competes = row.valid & layout.competing(policy.budget.sink)[:, None]
     target = row.target[0].view_as(score)
     shape = score.shape[:2]
-    return {
-        "row": int(row.batch["row"][0]),
-        "kl": metrics.kl,
-        "top1": metrics.top1,
-        "nll": metrics.nll,
-        "positions": metrics.positions,
-        "retained_mass": retained_mass(row.probability, row.mass_positions, eviction),
+    return record | {
         "boundary_accuracy": decided.accuracy.view(shape),
         "boundary_balanced_accuracy": decided.balanced.view(shape),
         "rank_correlation": spearman(score, target, competes[0].view_as(score)),

@@ -87,7 +87,7 @@ def _parallel(
         if call.mode.replay is not None:
             eviction = call.mode.replay[layer].to(key.device)
         else:
-            eviction, score, priority = _decide(call, layer, key, value, hidden)
+            eviction, score, priority = _decide(call, layer, query, key, value, hidden, scale)
         out, _ = sparse_attention(
             query,
             key,
@@ -124,10 +124,15 @@ def _parallel(
 
 
 def _decide(
-    call: ForwardContext, layer: int, key: Tensor, value: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Eviction times, scores and priorities from the layer's own keys and values, which get no gradient from
-    them.
+    call: ForwardContext,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Eviction times, scores and priorities from the layer's own tensors, which get no gradient from them.
 
     Scores carry a gradient to the scorers only when an observer asked for gradients: the mask is a hard
     decision, so the language-model loss has none to give. (Scorers step out of autocast themselves.)
@@ -141,6 +146,8 @@ def _decide(
             hidden.detach() if call.policy.needs_hidden else None,
             position=call.position,
             document_ids=call.document_ids,
+            query=query.detach(),
+            scale=scale,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvpop_lightning.policy.budget import Budget
 from kvpop_lightning.policy.scorers import Scorer
+from kvpop_lightning.policy.stepwise import StepwiseRule
 
 ACCOUNTING_BYTES = 2
 """Bytes per element of keys, values and hidden states for equal-bytes comparisons."""
@@ -35,7 +36,13 @@ def bytes_per_sequence(
     Args:
         element_bytes: b, size of a cached key, value or hidden element.
         real_bytes: size of a score and of a number of the state (4; 8 where the scorer works in float64).
+
+    A stepwise rule has all its s + w + k slots alike: `2 Hkv D b`, and per slot the positions and notes of
+    its own (`StepwiseRule.slot_bytes`), beside its state of the text.
     """
+    if isinstance(scorer, StepwiseRule):
+        slot = 2 * scorer.num_heads * scorer.head_dim * element_bytes + scorer.slot_bytes(real_bytes)
+        return num_layers * (budget.total * slot + scorer.text_bytes(real_bytes))
     per_head = (
         budget.total * 2 * scorer.head_dim * element_bytes
         + budget.topk * (real_bytes + POSITION_BYTES)
@@ -70,8 +77,19 @@ def equal_bytes_budget(budget: Budget, scorer: Scorer) -> Budget:
         ValueError: nothing would be left for the long range.
     """
     key_bytes = scorer.num_heads * 2 * scorer.head_dim * ACCOUNTING_BYTES
+    if isinstance(scorer, StepwiseRule):
+        plain = budget.total * key_bytes + scorer.num_heads * (
+            budget.topk * (4 + POSITION_BYTES) + budget.window * 4
+        )
+        total = min(budget.total, (plain - scorer.text_bytes()) // (key_bytes + scorer.slot_bytes()))
+        return _without(budget, budget.total - total, scorer)
     extra = scorer.num_heads * scorer.state_bytes() + window_input_bytes(budget, scorer)
     slots = -(-extra // key_bytes)  # rounded up
+    return _without(budget, slots, scorer)
+
+
+def _without(budget: Budget, slots: int, scorer: Scorer) -> Budget:
+    """`budget` with so many long-range slots less."""
     if slots >= budget.topk:
         raise ValueError(
             f"budget.topk {budget.topk} cannot pay for the {scorer.kind} scorer's memory of {slots} keys per "

@@ -14,6 +14,8 @@ from kvpop_lightning.policy.decay import spread_decay
 from kvpop_lightning.policy.eviction import eviction_time
 from kvpop_lightning.policy.priority import priority_at
 from kvpop_lightning.policy.scorers import Scorer, build_scorer
+from kvpop_lightning.policy.stepwise import StepwiseRule
+from kvpop_lightning.policy.stepwise import eviction_times as stepwise_eviction_times
 
 Decay = float | Sequence[float] | Sequence[Sequence[float]] | Tensor
 
@@ -158,11 +160,24 @@ class RetentionPolicy(nn.Module):
         *,
         position: Tensor,
         document_ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        query: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(eviction time int64, score, priority float64), each [B, Hkv, T], of whole rows in one layer.
 
-        Arguments as for `score`. The decisions carry no gradient; score and priority do.
+        Arguments as for `score`. The decisions carry no gradient; score and priority do. A stepwise rule also
+        needs query [B, Hq, T, D] after RoPE and takes `scale` (None = D ** -0.5); it has no scores or
+        priorities (None), and runs the row query by query (`policy/stepwise.py`).
         """
+        rule = self.layer_scorer(layer)
+        if isinstance(rule, StepwiseRule):
+            if query is None:
+                raise ValueError(f"{self.name} decides from attention: eviction_times needs query=")
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            times = stepwise_eviction_times(
+                rule, self.budget, query, key, value, document_ids=document_ids, scale=scale
+            )
+            return times, None, None
         score = self.score(layer, key, value, hidden, position=position, document_ids=document_ids)
         priority = self.priority(layer, score, position)
         return eviction_time(priority.detach(), self.budget, document_ids=document_ids), score, priority

@@ -53,6 +53,9 @@ class Scorer(nn.Module, ABC):
     """Name that `build_scorer` knows it by."""
     stateful: bool = False
     """True when the score of a token depends on other tokens."""
+    stepwise: bool = False
+    """True for a rule without priorities, which decides query by query from what is held
+    (`policy/stepwise.py`)."""
     delay: int = 0
     """Tokens after t that must have been absorbed before t is scored (0 for stateless scorers)."""
 

@@ -51,6 +51,7 @@ def build_scorer(
     seed: int = 0,
     scale: float = 1.0,
     generator: torch.Generator | None = None,
+    **rule_options: Any,
 ) -> Scorer:
     """One layer's scorer for all its KV heads.
 
@@ -62,6 +63,7 @@ def build_scorer(
         delay: None = `window`.
         window: the budget's protected window; a longer delay is refused.
         layer, seed, scale: of the random rule.
+        rule_options: what the type was registered with beside these (see its class).
         generator: source of the initial weights; None = the global one.
 
     Raises:
@@ -82,6 +84,11 @@ def build_scorer(
                 f"scorer.delay {delay} is longer than budget.window {window}: a token must be scored when "
                 "it leaves the window; lower scorer.delay"
             )
+    unknown = sorted(rule_options.keys() - set(options))
+    if unknown:
+        raise ValueError(
+            f"scorer.type {type!r} has no option {unknown[0]!r}; it takes {', '.join(options) or 'none'}"
+        )
     given: dict[str, Any] = {
         "inputs": inputs,
         "width": width,
@@ -93,7 +100,9 @@ def build_scorer(
         "scale": scale,
         "generator": generator,
     }
-    return factory(num_heads, head_dim, hidden_size, **{name: given[name] for name in options})
+    return factory(
+        num_heads, head_dim, hidden_size, **{n: given[n] for n in options if n in given}, **rule_options
+    )
 
 
 def scorer_from_dict(description: dict[str, Any]) -> Scorer:

@@ -1,0 +1,91 @@
+"""The bounded cache under a rule that decides from what is held (`kvpop_lightning.policy.stepwise`).
+
+Prompts too go in token by token inside, since every query may change what the next one meets: a chunk saves
+calls of the model, not steps of the rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpop_lightning.cache.layer import BoundedLayer
+from kvpop_lightning.cache.span import Span
+from kvpop_lightning.policy.budget import Budget
+from kvpop_lightning.policy.stepwise import EMPTY, Held, StepwiseRule, look, make_room, new_held, place
+
+
+class SteppedLayer(BoundedLayer):
+    """`budget.total` slots per KV head, in no particular order, and what the rule notes of them.
+
+    Attributes:
+        keys, values: [B, Hkv, budget.total, D] in the model's dtype.
+        position: int64 [B, 1 or Hkv, budget.total], -1 = empty; 1 where the rule keeps the same positions in
+            all heads.
+        held: all of it, as the rule sees it.
+    """
+
+    held: Held
+
+    def __init__(self, budget: Budget, scorer: StepwiseRule, *, record: bool) -> None:
+        super().__init__(budget, scorer, record=record)
+        scorer.check(budget)
+
+    def _allocate(self, key: Tensor, value: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
+        held = new_held(self.scorer, self.budget.total, key, value)
+        store = {"keys": held.keys, "values": held.values, "position": held.position}
+        store |= {f"note.{name}": tensor for name, tensor in held.notes.items()}
+        return store | {f"state.{name}": tensor for name, tensor in held.state.items()}
+
+    def _use(self, views: dict[str, Tensor]) -> None:
+        self.keys, self.values, self.position = views["keys"], views["values"], views["position"]
+        notes, state = (
+            {name.removeprefix(part): view for name, view in views.items() if name.startswith(part)}
+            for part in ("note.", "state.")
+        )
+        self.held = Held(views["keys"], views["values"], views["position"], notes, state)
+
+    def reset(self) -> None:
+        super().reset()
+        if "position" in self._store:
+            self._store["position"].fill_(EMPTY)
+
+
+def attend_stepwise(
+    layer: BoundedLayer,
+    layer_index: int,
+    policy: Any,
+    span: Span,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    scaling: float,
+) -> Tensor:
+    """A stretch of C tokens, one after the other; arguments and result as for `attend_chunk`."""
+    assert isinstance(layer, SteppedLayer)
+    rule, held, budget = layer.scorer, layer.held, layer.budget
+    heads = key.shape[1]
+    outputs = []
+    for c in range(span.length):
+        active = None if span.real is None else span.valid[:, c]
+        seen = span.seen + c
+        # `columns` counts padding too: below the budget no row can be full.
+        if layer.columns + c < budget.total:
+            slot = seen[:, None].clamp(max=budget.total - 1).expand(-1, held.position.shape[1])
+        else:
+            slot, lost = make_room(rule, held, budget, seen)
+            happened = lost >= 0 if active is None else (lost >= 0) & active[:, None]
+            layer.note(
+                lost[..., None].expand(-1, heads, -1),
+                seen[:, None, None],
+                happened[..., None].expand(-1, heads, -1),
+                span.length,
+            )
+        place(held, slot, key[:, :, c], value[:, :, c], seen, active)
+        probability = look(rule, held, query[:, :, c], seen, scaling, active)
+        weight = probability.to(value.dtype)
+        outputs.append((weight @ held.values).reshape(query.shape[0], query.shape[1], 1, -1))
+    return torch.cat(outputs, dim=2)

@@ -1,0 +1,279 @@
+"""Rules that decide token by token from what the cache holds: attention, the held keys, the newest query.
+
+No static priority exists for them, so the rule runs one query after the other over `B` slots, in the
+bounded cache and in the parallel forward alike (`eviction_times`; cost O(T * B) per head, T steps one after
+the other, batched over rows, documents and heads). AMENDMENTS.md, 12: query i attends all held keys, its own
+included; if `B` are then held, one is dropped before query i + 1. The drop is carried out when the next token
+comes, which needs its slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvpop_lightning.policy.budget import NEVER, Budget
+from kvpop_lightning.policy.documents import document_layout
+from kvpop_lightning.policy.scorers.base import Scorer, full_precision
+
+_FAR = torch.iinfo(torch.int64).max
+EMPTY = -1
+
+
+@dataclass
+class Held:
+    """The slots of one layer, B rows of S slots; changed in place.
+
+    P is 1 for a rule that keeps the same positions in all KV heads of a layer, Hkv otherwise.
+    """
+
+    keys: Tensor
+    """[B, Hkv, S, D], after RoPE."""
+    values: Tensor
+    """[B, Hkv, S, D]."""
+    position: Tensor
+    """int64 [B, P, S], place in the text; -1 = empty."""
+    notes: dict[str, Tensor] = field(default_factory=dict)
+    """What the rule keeps of every slot, [B, P or Hkv, S]; 0 when a token takes the slot."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """What the rule keeps of the text, batch first."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One query attending the slots; G query heads share a KV head."""
+
+    query: Tensor
+    """[B, Hkv, G, D], after RoPE, not scaled."""
+    probability: Tensor
+    """float32 (float64) [B, Hkv, G, S], attention over the slots; 0 on empty ones."""
+    position: Tensor
+    """int64 [B], place of the query in its text."""
+    scale: float
+
+
+class StepwiseRule(Scorer):
+    """A rule of this kind; subclasses give `value_of`, and `observe` if they learn from attention.
+
+    Attributes:
+        layer_wide: the same positions are kept in all KV heads of a layer.
+    """
+
+    stepwise = True
+    layer_wide: bool = False
+
+    def protected(self, budget: Budget) -> tuple[int, int]:
+        """(first tokens of the text, newest held tokens) that no drop takes.
+
+        By default KVpop's sinks and window: that of the next query is its own key and `w - 1` held ones.
+        """
+        return budget.sink, budget.window - 1
+
+    def new_notes(self, batch: int, heads: int, slots: int, like: Tensor) -> dict[str, Tensor]:
+        """Zeros for `Held.notes`, on the device and in the dtype of `like` (float32 or float64)."""
+        return {}
+
+    def new_state(self, batch: int, heads: int, like: Tensor) -> dict[str, Tensor]:
+        """`Held.state` of empty texts."""
+        return {}
+
+    def observe(self, held: Held, moment: Moment) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(notes, state) after a query has attended the slots; tensors as in `held`, which is not changed."""
+        return held.notes, held.state
+
+    def value_of(self, held: Held, newest: Tensor) -> Tensor:
+        """[B, P, S]: the slot of lowest value is dropped, the oldest among equals.
+
+        `newest` int64 [B] is the position of the newest held token. Empty and protected slots may get any
+        number.
+        """
+        raise NotImplementedError
+
+    def score_rows(
+        self, key: Tensor, value: Tensor, hidden: Tensor | None, position: Tensor, document_ids: Tensor | None
+    ) -> Tensor:
+        raise ValueError(f"{self.kind} has no score of its own for a token: it decides from what is held")
+
+    def slot_bytes(self, real_bytes: int = 4) -> int:
+        """Bytes of positions and notes per slot, all KV heads of a layer together."""
+        like = torch.zeros((), dtype=torch.float32)
+        notes = self.new_notes(1, self.num_heads, 1, like)
+        return 8 * self.position_heads(self.num_heads) + sum(n.numel() for n in notes.values()) * real_bytes
+
+    def text_bytes(self, real_bytes: int = 4) -> int:
+        """Bytes of `Held.state` per sequence, all KV heads of a layer together."""
+        state = self.new_state(1, self.num_heads, torch.zeros((), dtype=torch.float32))
+        return sum(s.numel() for s in state.values()) * real_bytes
+
+    def position_heads(self, heads: int) -> int:
+        """P of `Held`."""
+        return 1 if self.layer_wide else heads
+
+    def check(self, budget: Budget) -> None:
+        """Refuses a budget in which a full cache could hold protected tokens only.
+
+        Raises:
+            ValueError: naming the budget and the fix.
+        """
+        first, newest = self.protected(budget)
+        if first + newest >= budget.total:
+            raise ValueError(
+                f"{self.kind} protects {first} first and {newest} newest tokens, which fills a budget of "
+                f"{budget.total} keys: raise budget.topk"
+            )
+
+
+def new_held(rule: StepwiseRule, slots: int, key: Tensor, value: Tensor) -> Held:
+    """Empty slots; key, value [B, Hkv, ..., D] give batch, heads, size, dtype and device."""
+    batch, heads = key.shape[:2]
+    like = key.new_zeros((), dtype=torch.promote_types(key.dtype, torch.float32))
+    return Held(
+        key.new_zeros(batch, heads, slots, key.shape[-1]),
+        value.new_zeros(batch, heads, slots, value.shape[-1]),
+        torch.full((batch, rule.position_heads(heads), slots), EMPTY, dtype=torch.int64, device=key.device),
+        rule.new_notes(batch, heads, slots, like),
+        rule.new_state(batch, heads, like),
+    )
+
+
+def make_room(rule: StepwiseRule, held: Held, budget: Budget, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the next token goes: an empty slot, or that of the token that is dropped for it.
+
+    Args:
+        seen: int64 [B], tokens of each text so far.
+
+    Returns:
+        slot and the position it holds (-1 = it was empty), int64 [B, P] each.
+    """
+    slots = held.position.shape[-1]
+    first, newest = rule.protected(budget)
+    spared = (held.position < first) | (held.position >= (seen - newest)[:, None, None])
+    value = rule.value_of(held, seen - 1).masked_fill(spared, torch.inf)
+    lowest = value.amin(-1, keepdim=True)
+    victim = torch.where((value == lowest) & ~spared, held.position, _FAR).argmin(-1)
+    full = (seen >= slots)[:, None]
+    slot = torch.where(full, victim, seen[:, None].clamp(max=slots - 1))
+    return slot, torch.where(full, held.position.gather(-1, slot[..., None])[..., 0], EMPTY)
+
+
+def place(held: Held, slot: Tensor, key: Tensor, value: Tensor, seen: Tensor, active: Tensor | None) -> None:
+    """Writes one token per row: key, value [B, Hkv, D] into slot int64 [B, P]; rows not `active` [B] stay."""
+    heads = key.shape[1]
+    for slots, new in ((held.keys, key), (held.values, value)):
+        index = slot.expand(-1, heads)[..., None, None].expand(-1, -1, 1, new.shape[-1])
+        fresh = new[:, :, None]
+        if active is not None:
+            fresh = torch.where(active[:, None, None, None], fresh, slots.gather(2, index))
+        slots.scatter_(2, index, fresh)
+    number = seen[:, None].expand_as(slot)[..., None]
+    if active is not None:
+        number = torch.where(active[:, None, None], number, held.position.gather(-1, slot[..., None]))
+    held.position.scatter_(-1, slot[..., None], number)
+    for note in held.notes.values():
+        index = slot.expand(-1, note.shape[1])[..., None]
+        if active is None:
+            note.scatter_(-1, index, 0.0)
+        else:
+            kept = note.gather(-1, index)
+            note.scatter_(-1, index, torch.where(active[:, None, None], torch.zeros_like(kept), kept))
+
+
+def look(
+    rule: StepwiseRule, held: Held, query: Tensor, seen: Tensor, scale: float, active: Tensor | None
+) -> Tensor:
+    """The query's attention over the slots, which the rule takes note of.
+
+    Args:
+        query: [B, Hq, D]; seen: int64 [B], its position.
+
+    Returns:
+        float32 (float64) [B, Hkv, G, S].
+    """
+    batch, heads = held.keys.shape[:2]
+    grouped = query.view(batch, heads, -1, query.shape[-1])
+    logits = ((grouped * scale) @ held.keys.transpose(-1, -2)).to(
+        torch.promote_types(query.dtype, torch.float32)
+    )
+    logits = logits.masked_fill((held.position == EMPTY)[:, :, None], -torch.inf)
+    if active is not None:  # a row that holds nothing yet must not give NaN
+        logits = logits.masked_fill(~active[:, None, None, None], 0.0)
+    probability = torch.softmax(logits, dim=-1)
+    notes, state = rule.observe(held, Moment(grouped, probability, seen, scale))
+    for kept, new in ((held.notes, notes), (held.state, state)):
+        for name, tensor in kept.items():
+            fresh = new[name]
+            if active is not None:
+                fresh = torch.where(active.view(-1, *[1] * (fresh.dim() - 1)), fresh, tensor)
+            if fresh is not tensor:
+                tensor.copy_(fresh)
+    return probability
+
+
+@torch.no_grad()
+def eviction_times(
+    rule: StepwiseRule,
+    budget: Budget,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    document_ids: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Eviction times of whole rows under the rule, int64 [B, Hkv, T], row indices; NEVER = not evicted.
+
+    Each packed document runs as a text of its own. Sequential over the tokens of the longest document.
+
+    Args:
+        query: [B, Hq, T, D] after RoPE; key, value: [B, Hkv, T, D].
+        document_ids: int64 [B, T], -1 = padding; None = one document.
+        scale: factor on the dot products.
+    """
+    rule.check(budget)
+    heads = key.shape[1]
+    row, index, count = _texts(document_ids, query.shape[0], query.shape[2], key.device)
+    texts, length = index.shape
+    slots = min(budget.total, max(length, 1))
+    whole = document_ids is None
+    held = new_held(rule, slots, key[row, :, :1], value[row, :, :1])
+    out = torch.full((texts, heads, length + 1), NEVER, dtype=torch.int64, device=key.device)
+    with full_precision(key.device):
+        for i in range(length):
+            at = index[:, i]
+            q, k, v = (x[:, :, i] if whole else x[row, :, at] for x in (query, key, value))
+            seen = torch.full_like(count, i)
+            if i < slots:
+                slot = torch.full_like(held.position[..., 0], i)
+            else:
+                slot, lost = make_room(rule, held, budget, seen)
+                time = torch.where(i < count, at, NEVER)[:, None, None].expand(-1, heads, 1)
+                # Past a text's end its last place is written again and again: column `length` is a dummy.
+                place_of = torch.where((i < count)[:, None], lost, length).expand(-1, heads)[..., None]
+                out.scatter_(2, place_of, time)
+            place(held, slot, k, v, seen, None)
+            look(rule, held, q, seen, scale, None)
+    if whole:
+        return out[..., :length]
+    result = torch.full((key.shape[0], key.shape[2], heads), NEVER, dtype=torch.int64, device=key.device)
+    inside = torch.arange(length, device=key.device) < count[:, None]
+    result[row[:, None].expand_as(index)[inside], index[inside]] = out[..., :length].transpose(1, 2)[inside]
+    return result.transpose(1, 2).contiguous()
+
+
+def _texts(
+    document_ids: Tensor | None, batch: int, length: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The documents of all rows as texts: row [N], row index of each token [N, L], length [N]."""
+    if document_ids is None:
+        index = torch.arange(length, device=device).expand(batch, -1)
+        return torch.arange(batch, device=device), index, torch.full((batch,), length, device=device)
+    layout = document_layout(document_ids, batch=batch, length=length, device=device)
+    first = layout.real & (layout.position == 0)
+    row, start = first.nonzero(as_tuple=True)
+    count = layout.length[row, start]
+    longest = int(count.max()) if count.numel() else 0
+    ordinal = layout.ordinal[row, start][:, None] + torch.arange(longest, device=device)
+    index = layout.row_at[row].gather(1, ordinal.clamp(max=max(length - 1, 0)))
+    return row, index, count
