@@ -3,15 +3,12 @@ state."""
 
 from __future__ import annotations
 
-import getpass
-import logging
-import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,11 +17,15 @@ from kvpop_lightning.config.compose import to_yaml
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import Terminated
 from kvpop_lightning.tracking import local
-from kvpop_lightning.tracking.environment import git_state, write_run_folder
+from kvpop_lightning.tracking.environment import write_atomically, write_run_folder
 from kvpop_lightning.tracking.naming import flat_params, metric_name, public_uri
-from kvpop_lightning.tracking.store import Store, set_tags, tracking_uri
-
-log = logging.getLogger(__name__)
+from kvpop_lightning.tracking.outbox import Waiting, put, read_outbox, this_process
+from kvpop_lightning.tracking.run_facts import first_tags, reopen
+from kvpop_lightning.tracking.run_facts import is_rank_zero as _is_rank_zero
+from kvpop_lightning.tracking.run_facts import status_of as _status
+from kvpop_lightning.tracking.send import send_at_the_end, send_waiting
+from kvpop_lightning.tracking.store import MAX_WAITING, Store, tracking_uri
+from kvpop_lightning.tracking.system import SystemSampler
 
 FLUSH_AFTER_S = 5.0
 FLUSH_AFTER_METRICS = 200
@@ -43,8 +44,9 @@ class TrackedRun:
     On entry it writes `config.yaml`, `overrides.txt` and `environment.json` into `config.run_dir` and
     starts a run, or goes on in the one that `tracking.json` in that folder names (unless
     `trainer.resume=false`). On exit the run is FINISHED, FAILED (an exception) or KILLED (Ctrl-C,
-    SIGTERM). Metrics always go to `metrics.jsonl` too; with `tracking.enabled=false`, or while the server
-    is away, only there. Other processes than rank 0 do nothing.
+    SIGTERM). Metrics always go to `metrics.jsonl` too; with `tracking.enabled=false` only there. What a
+    server that is away misses is sent when it is back, at the latest by `kvpop runs send`. Other processes
+    than rank 0 do nothing.
 
     Args:
         config: the resolved configuration; its `tracking` section says where.
@@ -80,15 +82,22 @@ class TrackedRun:
         self._store: Store | None = None
         self._local: local.LocalMetrics | None = None
         self._waiting: list[tuple[str, float, int, int]] = []
-        self._files: list[Path] = []
+        self._todo = Waiting()
+        self._unsent: set[Path] = set()
+        self._cut = False
+        self._word_left = False
+        self._started_ms = 0
         self._flushed_at = 0.0
-        self._monitor: Any = None
+        self._lock = threading.RLock()
+        self._local_system: local.LocalMetrics | None = None
+        self._sampler: SystemSampler | None = None
         self._old_handler: Any = None
         self._closing = False
         if _is_rank_zero() and config.tracking.enabled:
             uri = tracking_uri(config.tracking.uri)
             shared = parent._store if parent else None
-            self._store = shared if shared and shared.uri == uri else Store(uri, config.tracking.experiment)
+            fresh = Store(uri, config.tracking.experiment, retry_s=config.tracking.retry_s)
+            self._store = shared if shared and shared.uri == uri else fresh
 
     def __enter__(self) -> TrackedRun:
         self._watch_sigterm()
@@ -98,9 +107,9 @@ class TrackedRun:
                 shares = self.parent is not None and self.parent.folder == self.folder
                 files = [] if shares else write_run_folder(self.config, self.overrides, self.command)
                 self._local = local.LocalMetrics(self.folder, self.key)
-                self._files = files
+                self._started_ms = int(time.time() * 1000)
                 if self._store is not None:
-                    self._start(self._store, files)
+                    self._open(files)
         except BaseException as error:
             self._end(type(error), error)
             raise
@@ -130,98 +139,137 @@ class TrackedRun:
         if self._local is None:
             return
         values = {metric_name(name): float(value) for name, value in metrics.items() if value is not None}
-        if not values:
-            return
-        self._local.write(values, step)
+        if values:
+            self._record(self._local, values, step)
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Nested or flat parameters. A value that differs from an earlier one of the same run becomes a
+        tag."""
+        self._todo.params |= flat_params(params)
+        self._send_soon()
+
+    def set_tags(self, tags: Mapping[str, Any]) -> None:
+        self._todo.tags |= {metric_name(name): str(text) for name, text in tags.items()}
+        self._send_soon()
+
+    def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
+        """A file, or a folder with all that is in it; `folder` is the place inside the run's artifacts."""
+        self._todo.artifacts.append([str(Path(path).absolute()), folder])
+        self._send_soon()
+
+    def flush(self, *, final: bool = False) -> bool:
+        """Sends what waits; a server that is away leaves it waiting. True = nothing is left."""
+        # A sample of the system may be on its way in another thread: then the next flush is soon enough.
+        if not self._lock.acquire(blocking=final):
+            return False
+        try:
+            self._flushed_at = time.monotonic()
+            store = self._store
+            if store is None:
+                return True
+            if self.run_id is None and not self._start(store, final=final):
+                self._leave_word()
+                return False
+            assert self.run_id is not None
+            sent = send_waiting(store, self.run_id, self._todo, final=final)
+            sent &= store.log_metrics(self.run_id, self._waiting, final=final)
+            if not sent:
+                self._leave_word()
+            self._cut |= len(self._waiting) > MAX_WAITING
+            del self._waiting[:-MAX_WAITING]
+            return sent
+        finally:
+            self._lock.release()
+
+    def _open(self, files: Sequence[Path]) -> None:
+        if left := read_outbox(self.folder).get(self.key):  # an earlier process could not send everything
+            self._cut = True
+            self._todo.tags = left.tags | self._todo.tags
+            self._todo.artifacts = [*left.artifacts, *self._todo.artifacts]
+        self._todo.params = flat_params(asdict(self.config)) | self._todo.params
+        if not files:  # a child in its parent's folder: its settings under a name of their own
+            name = re.sub(r"[^A-Za-z0-9_.-]+", "_", self.key)
+            config = write_atomically(self.folder / "children" / name / "config.yaml", to_yaml(self.config))
+            files = [config]
+        self._todo.artifacts = [*([str(path.absolute()), None] for path in files), *self._todo.artifacts]
+        self.flush(final=False)
+        if self.config.tracking.system_metrics and self.parent is None:
+            self._local_system = local.LocalMetrics(self.folder, self.key, local.SYSTEM_FILE)
+            first = local.next_step(self.folder, self.key) if self.resumed else 0
+            self._sampler = SystemSampler(self._record_system, first).start()
+
+    def _record_system(self, values: Mapping[str, float], number: int) -> None:
+        assert self._local_system is not None
+        self._record(self._local_system, values, number)
+
+    def _record(self, local_file: local.LocalMetrics, values: Mapping[str, float], step: int | None) -> None:
+        now = int(time.time() * 1000)
+        local_file.write(values, step, now)
         if self._store is not None:
-            now = int(time.time() * 1000)
             self._waiting += [(name, value, now, step or 0) for name, value in values.items()]
             overdue = time.monotonic() - self._flushed_at > FLUSH_AFTER_S
             if len(self._waiting) >= FLUSH_AFTER_METRICS or overdue:
                 self.flush()
 
-    def log_params(self, params: Mapping[str, Any]) -> None:
-        """Nested or flat parameters. A value that differs from an earlier one of the same run becomes a
-        tag."""
-        self._with_run(lambda store, run_id: store.log_params(run_id, flat_params(params)))
+    def _send_soon(self) -> None:
+        """At once when there is a run to send to; before `with` and without a server it waits."""
+        if self._store is None:
+            self._todo = Waiting()
+        elif self.run_id is not None:
+            self.flush()
 
-    def set_tags(self, tags: Mapping[str, Any]) -> None:
-        texts = {metric_name(name): str(text) for name, text in tags.items()}
-        self._with_run(
-            lambda store, run_id: store.call("tags", lambda client: set_tags(client, run_id, texts))
+    def _leave_word(self) -> None:
+        """Notes in the run folder that something is unsent, once: the process may be killed before it is."""
+        if not self._word_left:
+            self._word_left = True
+            put(self.folder, self.key, self._entry(status=None))
+
+    def _entry(self, status: str | None) -> Waiting:
+        assert self._store is not None
+        ended = None if status is None else int(time.time() * 1000)
+        return replace(
+            self._todo,
+            name=self.name,
+            experiment=self._store.experiment,
+            uri=public_uri(self._store.uri),
+            tags=self._todo.tags if self.run_id else self._first_tags() | self._todo.tags,
+            parent_run_id=self.parent.run_id if self.parent else None,
+            parent_key=self.parent.key if self.parent else None,
+            started_ms=self._started_ms,
+            ended_ms=ended,
+            status=status,
+            process=this_process(),
         )
 
-    def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
-        """A file, or a folder with all that is in it; `folder` is the place inside the run's artifacts."""
-        path = Path(path)
-
-        def action(client: Any, run_id: str) -> None:
-            log_one = client.log_artifacts if path.is_dir() else client.log_artifact
-            log_one(run_id, str(path), folder)
-
-        self._with_run(
-            lambda store, run_id: store.call(f"artifact {path.name}", lambda client: action(client, run_id))
-        )
-
-    def flush(self, *, final: bool = False) -> None:
-        """Sends the metrics that wait; a server that is away leaves them waiting."""
-        self._flushed_at = time.monotonic()
-        if self._store is None or not self._waiting:
-            return
-        if self.run_id is None:
-            self._start(self._store, self._files)  # the server was away when the run began: it may be back
-        self._with_run(lambda store, run_id: store.log_metrics(run_id, self._waiting, final=final))
-
-    def _with_run(self, action: Callable[[Store, str], Any]) -> None:
-        if self._store is not None and self.run_id is not None:
-            action(self._store, self.run_id)
-
-    def _start(self, store: Store, files: Sequence[Path]) -> None:
+    def _start(self, store: Store, *, final: bool = False) -> bool:
+        """Goes on in the stored run or makes a new one; False = the server is away."""
+        if self.parent is not None and self.parent.run_id is None and self.parent._store is store:
+            self.parent._start(store, final=final)  # the parent began while the server was away
         uri = public_uri(store.uri)
         earlier = local.stored_run(self.folder, uri, self.key) if self.config.trainer.resume else None
-        if earlier and store.call("resume", lambda client: _reopen(client, earlier)):
+        if earlier and store.call("resume", lambda client: reopen(client, earlier), final=final):
             self.run_id, self.resumed = earlier, True
+            self._todo.tags = self._tags | self._todo.tags
         else:
-            git = git_state()
-            tags = {
-                "mlflow.user": _user(),
-                "mlflow.source.name": f"kvpop {self.command}".strip(),
-                "mlflow.source.type": "LOCAL",
-                "policy": self.config.policy.name,
-                "model": self.config.model.name,
-                "git.dirty": str(git.get("dirty", "unknown")).lower(),
-                **({"mlflow.source.git.commit": git["commit"], "commit": git["commit"]} if git else {}),
-                **({"mlflow.parentRunId": self.parent.run_id} if self.parent and self.parent.run_id else {}),
-                **({"experiment": self.config.experiment} if self.config.experiment else {}),
-                **self.config.tracking.tags,
-                **self._tags,
-            }
             run = store.call(
                 "start",
-                lambda client: client.create_run(store.experiment_id, tags=tags, run_name=self.name),
+                lambda client: client.create_run(
+                    store.experiment_id,
+                    start_time=self._started_ms,
+                    tags=self._first_tags(),
+                    run_name=self.name,
+                ),
+                final=final,
             )
             if run is None:
-                return
+                return False
             self.run_id = str(run.info.run_id)
         local.store_run(self.folder, uri, str(store.experiment_id), self.key, self.run_id)
-        if self.resumed and self._tags:
-            self.set_tags(self._tags)
-        self.log_params(asdict(self.config))
-        for path in files:
-            self.log_artifact(path)
-        if not files:
-            run_id, text = self.run_id, to_yaml(self.config)
-            store.call("config.yaml", lambda client: client.log_text(run_id, text, "config.yaml"))
-        if self.config.tracking.system_metrics and self.parent is None:
-            self._monitor = store.call("system metrics", self._start_monitor)
+        return True
 
-    def _start_monitor(self, client: Any) -> Any:
-        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-        assert self._store is not None
-        monitor = SystemMetricsMonitor(self.run_id, resume_logging=self.resumed, tracking_uri=self._store.uri)
-        monitor.start()
-        return monitor
+    def _first_tags(self) -> dict[str, str]:
+        parent = self.parent.run_id if self.parent else None
+        return first_tags(self.config, self.name, self.command, parent) | self._tags
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         self._closing = True
@@ -229,17 +277,27 @@ class TrackedRun:
         if self in _open_runs:
             _open_runs.remove(self)
         try:
-            self.flush(final=True)
-            if self._monitor is not None:
-                with suppress(Exception):  # its thread writes to the same server: a failure there is no news
-                    self._monitor.finish()
-            if self._store is not None and self.run_id is not None:
-                run_id = self.run_id
-                self._store.call("end", lambda client: client.set_terminated(run_id, status), final=True)
+            if self._sampler is not None:
+                self._sampler.finish()
+            if self._store is not None:
+                self._tell_the_end(self._store, status)
         finally:
-            if self._local is not None:
-                self._local.close()
+            for file in (self._local, self._local_system):
+                if file is not None:
+                    file.close()
             self._unwatch_sigterm()
+
+    def _tell_the_end(self, store: Store, status: str) -> None:
+        told = self.flush(final=True) and not self._cut
+        if self.run_id is not None:
+            run_id, ended = self.run_id, int(time.time() * 1000)
+            told &= store.tell("end", lambda c: c.set_terminated(run_id, status, ended), final=True)
+        put(self.folder, self.key, None if told else self._entry(status))
+        if self.parent is not None:  # the outermost run waits, once for all
+            self.parent._unsent |= self._unsent | (set() if told else {self.folder})
+        elif unsent := self._unsent | (set() if told else {self.folder}):
+            wait_s = 0.0 if status == "KILLED" else self.config.tracking.final_wait_s
+            send_at_the_end(store, sorted(unsent), wait_s)
 
     def _watch_sigterm(self) -> None:
         """Turns SIGTERM into an exception, so that the run can be ended; only the outermost run does, in
@@ -255,50 +313,3 @@ class TrackedRun:
         if self._old_handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._old_handler)
             self._old_handler = None
-
-
-def _status(kind: type[BaseException] | None, error: BaseException | None) -> str:
-    """FINISHED, FAILED or KILLED. Lightning answers Ctrl-C with `sys.exit(1)`: the cause stands in the
-    context."""
-    if kind is None:
-        return "FINISHED"
-    seen: set[int] = set()
-    cause = error
-    while cause is not None and id(cause) not in seen:
-        if isinstance(cause, KeyboardInterrupt) or type(cause).__name__ == "SIGTERMException":
-            return "KILLED"
-        if not isinstance(cause, SystemExit):
-            break  # an ordinary exception: what it came from does not make it an interruption
-        seen.add(id(cause))
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        return "FINISHED"
-    return "FAILED"
-
-
-def _reopen(client: Any, run_id: str) -> bool:
-    """Sets a run back to RUNNING; False when it is gone from the server (deleted, or another database)."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return False
-        raise
-    if run.info.lifecycle_stage == "deleted":
-        return False
-    client.update_run(run_id, status="RUNNING")
-    return True
-
-
-def _is_rank_zero() -> bool:
-    ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-    return next((int(rank) == 0 for rank in ranks if rank and rank.isdigit()), True)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without a password entry
-        return "unknown"

@@ -24,7 +24,7 @@ def metric_name(name: str) -> str:
 
 
 def flat_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested mapping as dotted names and text values; lists and empty mappings as JSON."""
+    """A nested mapping as dotted names and text values; lists and empty mappings as JSON, no passwords."""
     found: dict[str, str] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -32,7 +32,7 @@ def flat_params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             found |= flat_params(value, f"{key}.")
         else:
             text = json.dumps(value, default=str) if isinstance(value, list | tuple | Mapping) else str(value)
-            found[metric_name(key)] = text[:MAX_PARAM]
+            found[metric_name(key)] = public_uri(text)[:MAX_PARAM]
     return found
 
 

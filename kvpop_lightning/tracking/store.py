@@ -64,17 +64,21 @@ def unreachable(uri: str) -> str | None:
 class Store:
     """One MLflow client whose failures are reported once and then waited out.
 
-    `call` returns None when the server is away. After a failure nothing is tried for a minute, so that a
-    dead server does not slow the training down.
+    `call` returns None when the server is away, `tell` False. After a failure nothing is tried for `retry_s`
+    seconds, so that a dead server does not slow the training down.
     """
 
-    def __init__(self, uri: str, experiment: str) -> None:
+    def __init__(
+        self, uri: str, experiment: str, *, retry_s: float = RETRY_AFTER_S, warns: bool = True
+    ) -> None:
         self.uri = uri
         self.experiment = experiment
+        self.retry_s = retry_s
         self.experiment_id: str | None = None
         self._client: Any = None
         self._closed_until = 0.0
-        self._warned = False
+        self._warned = not warns
+        self.last_error = ""
 
     def call(self, what: str, action: Callable[[Any], Any], *, final: bool = False) -> Any:
         """`action(client)`, or None with one warning when that fails; `final` tries even a server that
@@ -86,16 +90,31 @@ class Store:
         except Exception as error:
             # Whatever the server, the network or the database throws: the training is worth more than its
             # log.
-            self._closed_until = time.monotonic() + RETRY_AFTER_S
+            self._closed_until = time.monotonic() + self.retry_s
+            self.last_error = f"{what}: {' '.join(str(error).split())[:300]}"
             if not self._warned:
                 log.warning(
-                    "tracking at %s failed (%s: %s); the run goes on, its metrics are in metrics.jsonl",
+                    "tracking at %s failed (%s); the run goes on, its metrics are in metrics.jsonl",
                     public_uri(self.uri),
-                    what,
-                    " ".join(str(error).split())[:300],
+                    self.last_error,
                 )
                 self._warned = True
             return None
+
+    def tell(self, what: str, action: Callable[[Any], Any], *, final: bool = False) -> bool:
+        """`action(client)`; False = try again later. What the server refuses for good is dropped with a
+        warning: it would be refused again, and everything behind it would wait."""
+
+        def act(client: Any) -> bool:
+            try:
+                action(client)
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
+                log.warning("tracking refused %s (%s): left out", what, " ".join(str(error).split())[:300])
+            return True
+
+        return bool(self.call(what, act, final=final))
 
     def _connected(self) -> Any:
         if reason := unreachable(self.uri):
@@ -127,7 +146,7 @@ class Store:
                 raise
             return str(known.experiment_id)
 
-    def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+    def log_params(self, run_id: str, params: Mapping[str, str], *, final: bool = False) -> bool:
         """Logs what is new; a value that differs from the run's first one becomes a tag `changed.<name>`."""
 
         def action(client: Any) -> None:
@@ -145,10 +164,10 @@ class Store:
             for start in range(0, len(changed), PARAMS_PER_BATCH):
                 client.log_batch(run_id, tags=changed[start : start + PARAMS_PER_BATCH])
 
-        self.call("parameters", action)
+        return self.tell("parameters", action, final=final)
 
-    def log_metrics(self, run_id: str, waiting: list[tuple[str, float, int, int]], *, final: bool) -> None:
-        """Sends `(name, value, time in ms, step)` and removes from `waiting` what arrived."""
+    def log_metrics(self, run_id: str, waiting: list[tuple[str, float, int, int]], *, final: bool) -> bool:
+        """Sends `(name, value, time in ms, step)` and removes from `waiting` what arrived; True = all."""
 
         def action(client: Any) -> None:
             from mlflow.entities import Metric
@@ -159,7 +178,15 @@ class Store:
                 del waiting[: len(batch)]
 
         self.call("metrics", action, final=final)
-        del waiting[:-MAX_WAITING]
+        return not waiting
+
+
+def _is_refusal(error: Exception) -> bool:
+    """The server answered, and will answer the same to the same question."""
+    code = getattr(error, "error_code", None)
+    return code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED") or isinstance(
+        error, FileNotFoundError
+    )
 
 
 def artifact_folder(uri: str) -> Path | None:

@@ -47,6 +47,7 @@ def config(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
         "tracking.system_metrics=false",
         "tracking.experiment=test",
         "tracking.run_name=run",
+        "tracking.final_wait_s=0.1",
         "run_dir=out",
     ]
     return compose(words)
@@ -297,13 +298,15 @@ def test_an_absent_server_costs_one_warning(config: Config, caplog: pytest.LogCa
     assert time.monotonic() - started < 30
     assert (run.run_id, run.status) == (None, "FINISHED")
     assert len(local_metrics()) == 301
-    [warning] = [record.message for record in caplog.records if "tracking" in record.message]
-    assert "metrics.jsonl" in warning
-    assert "secret" not in warning
+    warnings = [record.message for record in caplog.records if record.name.startswith("kvpop_lightning")]
+    assert len(warnings) == 2  # when it failed, and at the end
+    assert "metrics.jsonl" in warnings[0]
+    assert "kvpop runs send out" in warnings[1]
+    assert "secret" not in "".join(warnings) + Path("out/outbox.json").read_text()
 
 
 def test_a_server_that_comes_back_gets_what_waited(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "RETRY_AFTER_S", 0.0)
+    config = replace(config, tracking=replace(config.tracking, retry_s=0.0))
     away: list[str | None] = ["away"]
     monkeypatch.setattr(store, "unreachable", lambda uri: away[0])
     with TrackedRun(config) as run:
@@ -331,6 +334,7 @@ def test_a_failing_database_does_not_stop_the_training(
     assert run.run_id is None
     assert len(local_metrics()) == 1
     assert sum("tracking" in record.message for record in caplog.records) == 1
+    assert Path("out/outbox.json").exists()
 
 
 def test_switched_off_keeps_the_local_files(config: Config) -> None:
@@ -357,8 +361,8 @@ def test_system_metrics_are_recorded_in_the_run(config: Config, monkeypatch: pyt
     config = replace(config, tracking=replace(config.tracking, system_metrics=True))
     with TrackedRun(config) as run:
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not run_of(run).data.metrics:
-            time.sleep(0.2)
+        while time.monotonic() < deadline and not Path("out/system_metrics.jsonl").read_text():
+            time.sleep(0.05)
     assert "system/cpu_utilization_percentage" in run_of(run).data.metrics
 
 
