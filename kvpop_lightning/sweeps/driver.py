@@ -93,16 +93,17 @@ class SweepRun:
         storage = open_storage(self.address, self.settings.heartbeat_s)
         with one_at_a_time(self.folder / ".study.lock"):
             study = studies.create_study(storage, self.study_name, self.sweep, self.words)
-            laid_out = laid_out_points(self.sweep, max(0, self.total - len(self.baseline)))
-            self._tickets(study).top_up(self.total, self.baseline, laid_out)
-        if self.settings.workers == 0:
-            return SweepOutcome(self._tickets(study).progress(), [], [], stopped="only made")
-        name = self.config.tracking.run_name or f"sweep {self.sweep.name}"
+        name = f"sweep {self.sweep.name}"  # the experiment's own run name is for its own training
         with TrackedRun(
             self.config, name=name, command="sweep", overrides=self.words, tags={"sweep": self.sweep.name}
         ) as parent:
             if parent.run_id is not None:
                 study.set_user_attr(studies.PARENT_RUN, parent.run_id)
+            with one_at_a_time(self.folder / ".study.lock"):  # workers begin when the tickets are there
+                laid_out = laid_out_points(self.sweep, max(0, self.total - len(self.baseline)))
+                self._tickets(study).top_up(self.total, self.baseline, laid_out)
+            if self.settings.workers == 0:
+                return SweepOutcome(self._tickets(study).progress(), [], [], stopped="only made")
             try:
                 outcome = self._work(study, storage, parent.run_id)
                 if outcome.progress.complete:

@@ -1,0 +1,108 @@
+"""Two workers on one study in PostgreSQL, one of them killed in mid-trial."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from real_runs import check_runs, finish, runs, start
+
+from kvpop_lightning.sweeps.storage import open_storage, storage_address
+
+pytestmark = pytest.mark.slow
+TRIALS = 5
+
+
+def _binaries() -> Path | None:
+    found = shutil.which("initdb")
+    places = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    places += [Path(found).parent] if found else []
+    return next((p for p in places if (p / "initdb").exists() and (p / "pg_ctl").exists()), None)
+
+
+@pytest.fixture
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of this test's own, on a free port, gone afterwards."""
+    binaries = _binaries()
+    if binaries is None:
+        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+    folder = Path("/tmp") / f"kvpop-pg-{os.getpid()}"  # a socket's path must be short
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    as_user: list[str] = []
+    if os.getuid() == 0:  # the server refuses root
+        shutil.chown(folder, "postgres", "postgres")
+        as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--init-groups"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def call(tool: str, *words: str) -> None:
+        command = [*as_user, str(binaries / tool), *words]
+        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL, timeout=120)
+
+    data = str(folder / "data")
+    call("initdb", "-D", data, "-U", "kvpop", "-A", "trust", "--no-sync")
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={folder} -c fsync=off"
+    call("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", options, "start")
+    try:
+        yield f"postgresql://kvpop@127.0.0.1:{port}/postgres"
+    finally:
+        call("pg_ctl", "-D", data, "-m", "immediate", "stop")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_one_of_two_workers_is_killed_and_nothing_is_lost(project: Path, database: str) -> None:
+    # Steps enough that a trial is surely in its training when its worker dies.
+    given = ["smoke", f"storage={database}", f"trials={TRIALS}", "trainer.max_steps=60", "time_limit_s=900"]
+    driver = start(*given)
+    study = None
+    workers = []
+    try:
+        workers = [start(*given, "--worker"), start(*given, "--worker", "run_dir=runs/sweeps/smoke")]
+        storage = open_storage(storage_address(database, project), 1)
+        victim, pid = workers[0], workers[0].pid
+        until = time.monotonic() + 300
+        trained: list[int] = []
+        while not trained and time.monotonic() < until:
+            time.sleep(0.3)
+            try:
+                study = optuna.load_study(study_name="smoke", storage=storage)
+            except KeyError:
+                continue
+            running = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+            mine = [t for t in running if t.user_attrs.get("worker", {}).get("pid") == pid]
+            for trial in mine:
+                log = Path(f"runs/sweeps/smoke/trials/{trial.user_attrs['ticket']:04d}/metrics.jsonl")
+                if log.exists() and '"train/loss"' in log.read_text():
+                    trained.append(trial.number)
+        assert trained, "the worker never came to train"
+        victim.send_signal(signal.SIGKILL)
+        text = finish(driver)
+        assert f"all {TRIALS} trials are done" in text, text
+        assert "all" in finish(workers[1], 60)
+    finally:
+        for process in (driver, *workers):
+            if process.poll() is None:
+                process.kill()
+    assert study is not None
+    trials = study.get_trials()
+    lost = trials[trained[0]]
+    assert (lost.state.name, lost.user_attrs["message"]) == ("FAIL", "its worker was lost")
+    counted = [t for t in trials if t.state.name in ("COMPLETE", "PRUNED")]
+    assert sorted(t.user_attrs["ticket"] for t in counted) == list(range(TRIALS))
+    assert len(trials) == TRIALS + 1
+    replaced = next(t for t in counted if t.user_attrs["ticket"] == lost.user_attrs["ticket"])
+    assert replaced.params == lost.params
+    assert replaced.user_attrs["replaces"] == lost.number
+    hosts = {t.user_attrs["worker"]["pid"] for t in counted}
+    assert len(hosts) >= 2
+    check_runs(runs(project), TRIALS)
