@@ -18,10 +18,12 @@ from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.models import retrofit
 from kvpop_lightning.models.fingerprint import base_fingerprint
+from kvpop_lightning.models.persist import DESCRIPTION, WEIGHTS
 from kvpop_lightning.policy import Budget
+from kvpop_lightning.tracking.flops import DecoderShape, StepCost
 from kvpop_lightning.tracking.lightning_logger import RunLogger
 from kvpop_lightning.tracking.mlflow_run import current_run
-from kvpop_lightning.training.callbacks import GracefulStop, TrainingCheckpoint
+from kvpop_lightning.training.callbacks import GracefulStop, Throughput, TrainingCheckpoint
 from kvpop_lightning.training.feature_store import Features
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest, dense_features
 from kvpop_lightning.training.forward import to_device
@@ -105,13 +107,15 @@ def train(
     fingerprint = str(data.fingerprint)
     key = settings_key(config, fingerprint, base_fingerprint(model))
     folder = Path(config.run_dir) / "policy" / config.policy.name
+    run = run if run is not None else current_run()
+    if run is not None:
+        run.set_tags({"data.fingerprint": fingerprint})
     finished = None if config.trainer.fast_dev_run else _finished(folder, key)
     if finished is not None:
         say(f"{folder} is trained with these settings already: reused")
         return TrainResult(folder, finished["metrics"], reused=True, steps=finished["steps"])
 
     own_callbacks, checkpoint, stop = build_callbacks(config, key)
-    run = run if run is not None else current_run()
     if logger is None and run is not None:
         logger = RunLogger(run)
     job = _Job(config, model, data, fingerprint, [*callbacks, *own_callbacks], checkpoint, stop, logger)
@@ -126,6 +130,10 @@ def train(
             _save(model, folder, record)
         job.trainer.strategy.barrier()
         if run is not None:
+            for file in kept_files(config, folder, checkpoint.path):
+                run.log_artifact(
+                    file, f"{'checkpoints' if file == checkpoint.path else 'policy'}/{folder.name}"
+                )
             summary = {n.removeprefix("final_"): v for n, v in metrics.items() if n.startswith("final_")}
             run.log_metrics(
                 {f"final/{n}": v for n, v in {**summary, "seconds": seconds}.items()},
@@ -161,6 +169,15 @@ class _Job:
             precision="32-true" if cached else precision,
         )
         module, source = self._cached() if cached else self._live()
+        if self.logger:  # before the graceful stop, which must be last
+            cost = StepCost(
+                base=None if cached else DecoderShape.of(self.model),
+                scorer_weights=sum(p.numel() for p in self.model.kvpop.parameters()),
+                trains_base=not frozen,
+            )
+            budget = self.model.kvpop.budget.total
+            meter = Throughput(cost, budget, self.config.tracking.peak_tflops)
+            self.trainer.callbacks.insert(0, meter)  # type: ignore[attr-defined]
         fit(self.trainer, module, source, self.stop, checkpoint_to_resume(self.config, self.checkpoint))
         self.model.to(device)  # Lightning leaves a module on the CPU when it is done
         metrics = {n: float(v) for n, v in self.trainer.callback_metrics.items() if n.startswith("train/")}
@@ -219,6 +236,15 @@ class _Job:
         for batch in fresh.train_dataloader():
             features = dense_features(self.model, to_device(batch, device), request)
             yield {name: tensor[0] for name, tensor in features.items()}
+
+
+def kept_files(config: Config, folder: Path, checkpoint: Path) -> list[Path]:
+    """What `tracking.checkpoints` keeps as artifacts of a trained policy."""
+    if config.tracking.checkpoints == "none":
+        return []
+    if config.tracking.checkpoints == "all":
+        return [*sorted(folder.iterdir()), *([checkpoint] if checkpoint.exists() else [])]
+    return [path for name in (DESCRIPTION, WEIGHTS, RECORD) if (path := folder / name).exists()]
 
 
 def _model_config(config: Config) -> Any:

@@ -5,5 +5,13 @@ from kvpop_lightning.training.callbacks.graceful_stop import GracefulStop
 from kvpop_lightning.training.callbacks.gradient_norm import GradientNorm
 from kvpop_lightning.training.callbacks.progress import TrainingProgress
 from kvpop_lightning.training.callbacks.random_state import RandomState
+from kvpop_lightning.training.callbacks.throughput import Throughput
 
-__all__ = ["GracefulStop", "GradientNorm", "RandomState", "TrainingCheckpoint", "TrainingProgress"]
+__all__ = [
+    "GracefulStop",
+    "GradientNorm",
+    "RandomState",
+    "Throughput",
+    "TrainingCheckpoint",
+    "TrainingProgress",
+]
