@@ -1,4 +1,4 @@
-"""`kvpop ablate NAME`: one question, every answer trained and measured alike, each compared with the default."""
+"""`kvpop ablate NAME`: every choice trained and measured alike, each cell compared with the default."""
 
 from __future__ import annotations
 
