@@ -22,6 +22,7 @@ class PolicySpec:
         summary: one line for help texts and tables.
         may_decay: `<name>+decay` is a control that exists.
         sees_future: needs the whole text (not usable for decoding on its own).
+        reads_rope: its scorer takes `inv_freq`, the model's rotations, and `groups`, query heads per KV head.
     """
 
     name: str
@@ -31,6 +32,7 @@ class PolicySpec:
     trained: bool = False
     may_decay: bool = False
     sees_future: bool = False
+    reads_rope: bool = False
 
 
 _SPECS: dict[str, PolicySpec] = {}

@@ -20,6 +20,9 @@ RULES = (
     "tova_head",
     "h2o",
     "h2o_mean",
+    "attention_ema",
+    "keydiff",
+    "expected_attention",
 )
 """Policies without parameters to train."""
 DECAY_SUFFIX = "+decay"

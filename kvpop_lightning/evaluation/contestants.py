@@ -24,6 +24,7 @@ from kvpop_lightning.evaluation.store import tensors_digest
 from kvpop_lightning.evaluation.trained import load_trained, policy_folder
 from kvpop_lightning.models import dense
 from kvpop_lightning.models.compat import cache_keyword
+from kvpop_lightning.models.families import attention_modules, rule_facts, shape_of
 from kvpop_lightning.policy import Budget, RetentionPolicy
 from kvpop_lightning.policy.memory import dense_bytes_per_sequence, equal_bytes_budget
 
@@ -123,6 +124,10 @@ def _shape(policy: RetentionPolicy) -> dict[str, int]:
     }
 
 
+def _rule_facts(model: Any) -> dict[str, Any]:
+    return rule_facts(model, shape_of(model, attention_modules(model)))
+
+
 def decay_exponent(config: Config, total: int) -> float:
     """What the decay is raised to at a budget of `total` keys (1 at the budget that was trained).
 
@@ -190,6 +195,7 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
                         decay_step=config.policy.decay_step,
                         match_bytes=config.policy.equal_bytes,
                         seed=config.seed,
+                        **(_rule_facts(model) if spec.reads_rope else {}),
                     )
             except UserError:
                 raise

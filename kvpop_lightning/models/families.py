@@ -94,3 +94,16 @@ def shape_of(model: Any, modules: list[nn.Module]) -> Shape:
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     head_dim = getattr(first, "head_dim", None) or config.hidden_size // query_heads
     return Shape(len(modules), heads, head_dim, config.hidden_size)
+
+
+def rule_facts(model: Any, shape: Shape) -> dict[str, Any]:
+    """What rules that look behind RoPE need to know: `inv_freq`, radians per token of each rotation, and
+    `groups`, query heads per KV head. Empty when the model keeps no such frequencies.
+    """
+    frequencies = getattr(getattr(decoder_of(model), "rotary_emb", None), "inv_freq", None)
+    if frequencies is None or frequencies.is_meta:
+        return {}
+    return {
+        "inv_freq": frequencies.double().tolist(),
+        "groups": model.config.num_attention_heads // shape.num_heads,
+    }

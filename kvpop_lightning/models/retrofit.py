@@ -16,7 +16,7 @@ from kvpop_lightning.cache import BoundedCache
 from kvpop_lightning.models.attend import ATTENTION_NAME
 from kvpop_lightning.models.compat import CACHE_KEYWORDS, cache_keyword
 from kvpop_lightning.models.context import RUNTIME, Runtime, decoder_of, runtime_of
-from kvpop_lightning.models.families import Shape, attention_modules, shape_of
+from kvpop_lightning.models.families import Shape, attention_modules, rule_facts, shape_of
 from kvpop_lightning.models.fingerprint import base_record
 from kvpop_lightning.models.hooks import install, remove
 from kvpop_lightning.policy.budget import Budget
@@ -82,9 +82,12 @@ def retrofit(
     else:
         if budget is None:
             raise ValueError("retrofit needs a budget: pass budget=Budget(sink, window, topk)")
+        name = policy or _policy_of(scorer)
+        if get(name).reads_rope:
+            options = rule_facts(model, shape) | options
         with torch.device(device):
             made = build_policy(
-                policy or _policy_of(scorer),
+                name,
                 budget,
                 num_layers=shape.num_layers,
                 num_heads=shape.num_heads,

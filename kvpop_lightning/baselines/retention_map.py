@@ -1,0 +1,108 @@
+"""Which keys each query attends under a policy's step-by-step rule: for tests, diagnostics and pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpop_lightning.attention import visible_keys
+from kvpop_lightning.attention.dispatch import check_shapes
+from kvpop_lightning.baselines.build import build_policy
+from kvpop_lightning.baselines.oracle import OracleScorer
+from kvpop_lightning.baselines.registry import get
+from kvpop_lightning.policy import (
+    NEVER,
+    Budget,
+    RetentionPolicy,
+    future_attention_target,
+    position_in_document,
+)
+
+
+@torch.no_grad()
+def retention_map(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    budget: Budget | int,
+    document_ids: Tensor | None = None,
+    hidden: Tensor | None = None,
+    policy: RetentionPolicy | None = None,
+    layer: int = 0,
+    scores: Tensor | None = None,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """bool [B, Hkv, T, T]: entry [b, h, i, j] says whether query i attends key j; at most `budget` per query.
+
+    Args:
+        name: of the policy, one of `available()`.
+        query: [B, Hq, T, D] after RoPE; key, value: [B, Hkv, T, D] (key after RoPE): one layer's tensors.
+        budget: keys per KV head, or their total: 4 sinks and a quarter as window then, as far as they fit.
+        document_ids: int64 [B, T], -1 = padding, which neither attends nor is attended; None = one document.
+        hidden: [B, T, Hid], what q_proj reads, for scorers that read it.
+        policy: a ready policy (a trained one's scorers) instead of a fresh one; its `layer` is used.
+        scores: [B, Hkv, T], the oracle's; None = the future-attention target of these tensors.
+        scale: factor on the dot products, None = D ** -0.5.
+        options: as for `build_policy` (`decay`, `decay_step`, `seed`, `averaging`, `inv_freq`, ...).
+
+    Raises:
+        ValueError: an unknown policy or option, shapes that do not fit, hidden states that are missing.
+    """
+    check_shapes(query, key, value)
+    batch, heads, length, dim = key.shape
+    spec = get(name)
+    if spec.scorer is None:
+        never = torch.full((batch, heads, length), NEVER, dtype=torch.int64, device=key.device)
+        return visible_keys(never, document_ids)
+    budget = split_total(budget) if isinstance(budget, int) else budget
+    if policy is None:
+        if spec.reads_rope:
+            options.setdefault("groups", query.shape[1] // heads)
+        policy = build_policy(
+            name,
+            budget,
+            num_layers=layer + 1,
+            num_heads=heads,
+            head_dim=dim,
+            hidden_size=1 if hidden is None else hidden.shape[-1],
+            **options,
+        ).to(key.device)
+    elif options:
+        raise ValueError(f"retention_map: {', '.join(sorted(options))} belong to a policy that is made here")
+    if policy.needs_hidden and hidden is None:
+        raise ValueError(f"retention_map: {name} reads hidden states: pass hidden=[B, T, Hid]")
+    oracle = policy.layer_scorer(layer)
+    if isinstance(oracle, OracleScorer):
+        if scores is None:
+            scores, _ = future_attention_target(
+                query, key, window=policy.budget.window, document_ids=document_ids, scale=scale
+            )
+        oracle.set_scores(scores, document_ids)
+    times, _, _ = policy.eviction_times(
+        layer,
+        key,
+        value,
+        hidden,
+        position=position_in_document(document_ids, batch=batch, length=length, device=key.device),
+        document_ids=document_ids,
+        query=query,
+        scale=scale,
+    )
+    return visible_keys(times, document_ids)
+
+
+def split_total(total: int) -> Budget:
+    """A budget of `total` keys: at most 4 sinks, a quarter as window, the rest for the long range.
+
+    Raises:
+        ValueError: fewer than 2 keys.
+    """
+    if total < 2:
+        raise ValueError(f"a budget must hold at least 2 keys, the query's own and another, got {total}")
+    sink, window = min(4, total // 4), max(1, total // 4)
+    return Budget(sink, window, total - sink - window)
