@@ -29,12 +29,13 @@ KEYS = (
     "sweep.memory_limit_gb",
     "sweep.threads",
     "sweep.worker",
+    "sweep.report",
     "run_dir",
     "seed",
 )
 DEFAULT_EXPERIMENT: str | None = None
 ARGUMENT = "sweep.name"
-FLAGS = {"--worker": "sweep.worker=true"}
+FLAGS = {"--worker": "sweep.worker=true", "--report": "sweep.report=true"}
 
 
 def words_before(settings: Sequence[str]) -> list[str]:
@@ -46,6 +47,11 @@ def words_before(settings: Sequence[str]) -> list[str]:
 
 
 def run(config: Config, call: Call) -> int:
+    if config.sweep.report:
+        from kvpop_lightning.sweeps.report import report_sweep
+
+        print(*report_sweep(config), sep="\n")
+        return 0
     from kvpop_lightning.sweeps.driver import run_sweep
 
     outcome = run_sweep(config, call.overrides)

@@ -21,6 +21,7 @@ from kvpop_lightning.sweeps.checks import baseline_points, check_settings, total
 from kvpop_lightning.sweeps.gpus import assign_gpus
 from kvpop_lightning.sweeps.objective import Objective
 from kvpop_lightning.sweeps.point import trial_words
+from kvpop_lightning.sweeps.report import report_files
 from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
 from kvpop_lightning.sweeps.sampling import build_pruner, laid_out_points
 from kvpop_lightning.sweeps.show import SweepScreen
@@ -297,6 +298,8 @@ class SweepRun:
         parent.log_metrics({f"trials/{s}": states.count(s) for s in ("complete", "pruned", "fail")}, step=0)
         for path in files:
             parent.log_artifact(path)
+        for path in report_files(study, self.sweep.name, self.sweep.objective.metrics, self.folder):
+            parent.log_artifact(path, "report")
 
 
 def run_sweep(
