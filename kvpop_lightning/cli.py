@@ -36,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name, flags, settings = _split(words)
         command = load_command(name) if name is not None else None
-        settings = _settings(command, settings)
+        own = None
+        if command is not None and hasattr(command, "take_words"):
+            settings, own = command.take_words(settings) if "--help" not in flags else ([], None)
+        else:
+            settings = _settings(command, settings)
         if name is None or command is None:
             print(__version__ if "--version" in flags else help_text.overview())
             return 0
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--print-config" in flags:
             print(to_yaml(config), end="")
             return 0
-        call = Call(name, tuple(settings))
+        call = Call(name, tuple(settings), own)
         _set_up_process()
         return _run(command, config, call)
     except BrokenPipeError:  # `kvpop ... | head`

@@ -8,7 +8,19 @@ from typing import Protocol, cast
 
 from kvpop_lightning.config.schema import Config
 
-COMMANDS = ("prepare", "train", "evaluate", "compare", "generate", "demo", "sweep", "ablate", "doctor", "ui")
+COMMANDS = (
+    "prepare",
+    "train",
+    "evaluate",
+    "compare",
+    "generate",
+    "demo",
+    "sweep",
+    "ablate",
+    "runs",
+    "doctor",
+    "ui",
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +29,8 @@ class Call:
 
     command: str
     overrides: tuple[str, ...] = ()
+    own: object = None
+    """What the command's own `take_words` made of the words that are no settings."""
 
 
 class Command(Protocol):
@@ -30,10 +44,11 @@ class Command(Protocol):
     """Settings shown in the command's help, by dotted key."""
     DEFAULT_EXPERIMENT: str | None
     """Experiment when the command line names none."""
-    # A command may also have `ARGUMENT`, the key that a word without `=` is the value of (`kvpop sweep
-    # NAME`),
-    # `FLAGS`, words with dashes and the setting each stands for (`--worker`; `--only` with "ablate.only=" takes the next word), and `words_before(settings)`,
-    # settings that go in front of what the user typed (those of the sweep's file).
+    # A command may also have `ARGUMENT`, the key whose value a word without `=` is (`kvpop sweep NAME`),
+    # `FLAGS`, words with dashes and the setting each stands for (`--worker`; `--only` with "ablate.only="
+    # takes the next word), and `words_before(settings)`, settings that go in front of what the user typed
+    # (those of the sweep's file). A command with a language of its own has
+    # `take_words(words) -> (settings, own)` instead; `own` arrives in `call.own`.
 
     def run(self, config: Config, call: Call) -> int:
         """Does the work; returns the exit status. Raises UserError for what the user can mend."""

@@ -1,20 +1,34 @@
-"""`kvpop ui`: the MLflow UI on the configured run database."""
+"""`kvpop ui`: the MLflow UI on the configured run database, and optuna-dashboard on a sweep's study."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import signal
+import socket
+import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
 from kvpop_lightning.commands import Call
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 
-SUMMARY = "open the MLflow UI on the run database"
-DETAILS = """Serves the database of tracking.uri on this machine only; Ctrl-C ends it. With a server's
-    address as tracking.uri there is nothing to start: it prints the address."""
-KEYS = ("tracking.uri", "tracking.port")
+SUMMARY = "open the MLflow UI on the run database, and optuna-dashboard on the newest sweep"
+DETAILS = """Serves the database of tracking.uri on this machine only, and beside it the study of the newest
+    sweep (sweep.storage=... chooses another) if optuna-dashboard is installed; Ctrl-C ends both. A port
+    that is taken is named and the next free one used. With a server's address as tracking.uri that is printed."""
+KEYS = ("tracking.uri", "tracking.port", "sweep.storage")
 DEFAULT_EXPERIMENT: str | None = None
+
+HOST = "127.0.0.1"
+DASHBOARD_OFFSET = 1000
+"""optuna-dashboard's port is MLflow's and this much: far enough from MLflow's next free ones."""
+STOP_S = 10.0
 
 
 def run(config: Config, call: Call) -> int:
@@ -22,16 +36,96 @@ def run(config: Config, call: Call) -> int:
     from kvpop_lightning.tracking.store import sqlite_file, tracking_uri
 
     uri = tracking_uri(config.tracking.uri)
+    commands: list[list[str]] = []
     if uri.startswith(("http://", "https://")):
-        print(f"open {public_uri(uri)}")
+        print(f"open {public_uri(uri)}", flush=True)
+    else:
+        if importlib.util.find_spec("mlflow") is None:
+            raise UserError("mlflow is not installed: pip install mlflow")
+        file = sqlite_file(uri)
+        if file is not None and not file.exists():
+            raise UserError(f"no runs yet: {file} does not exist; start with kvpop demo")
+        port = free_port(config.tracking.port)
+        print(f"MLflow on {public_uri(uri)}: open http://{HOST}:{port}", flush=True)
+        words = ["--backend-store-uri", uri, "--host", HOST, "--port", str(port), "--workers", "1"]
+        commands.append([sys.executable, "-m", "mlflow", "ui", *words])
+    if study := newest_study(config):
+        dashboard = dashboard_program()
+        if dashboard is None:
+            print(f"sweep study {public_uri(study)}: pip install optuna-dashboard shows it here", flush=True)
+        else:
+            port = free_port(min(config.tracking.port + DASHBOARD_OFFSET, 65000))
+            print(f"optuna-dashboard on {public_uri(study)}: open http://{HOST}:{port}", flush=True)
+            commands.append([dashboard, study, "--host", HOST, "--port", str(port)])
+    return serve(commands) if commands else 0
+
+
+def free_port(first: int, tries: int = 50) -> int:
+    """`first` or the next free port; says so when it is not `first`.
+
+    Raises:
+        UserError: none of them is free.
+    """
+    for port in range(first, min(first + tries, 65536)):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just left is free
+            try:
+                sock.bind((HOST, port))
+            except OSError:
+                continue
+        if port != first:
+            print(f"port {first} is busy: taking {port}", flush=True)
+        return port
+    raise UserError(f"no free port from {first} on: set tracking.port to another range")
+
+
+def newest_study(config: Config) -> str | None:
+    """Storage of `sweep.storage`, else of the study that was written last under runs/ or run_dir."""
+    from kvpop_lightning.config.files import project_folder
+    from kvpop_lightning.sweeps.storage import JOURNAL_FILE, SQLITE_FILE, storage_address
+
+    if config.sweep.storage is not None:
+        return storage_address(config.sweep.storage, Path(config.run_dir)).removeprefix("journal:")
+    roots = {(project_folder() / "runs").resolve(), Path(config.run_dir).resolve()}
+    files = [file for root in roots for name in (SQLITE_FILE, JOURNAL_FILE) for file in root.rglob(name)]
+    if not files:
+        return None
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    return f"sqlite:///{newest}" if newest.name == SQLITE_FILE else str(newest)
+
+
+def dashboard_program() -> str | None:
+    beside = Path(sys.executable).with_name("optuna-dashboard")
+    return str(beside) if beside.exists() else shutil.which("optuna-dashboard")
+
+
+def serve(commands: list[list[str]]) -> int:
+    """Runs the servers until Ctrl-C or SIGTERM, or until one ends; then ends all, their workers included."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    servers: list[subprocess.Popen[bytes]] = []
+    try:
+        # In sessions of their own: Ctrl-C reaches this process alone, which ends them in order.
+        servers += [subprocess.Popen(words, start_new_session=True) for words in commands]
+        print("(Ctrl-C ends it)", flush=True)
+        while all(server.poll() is None for server in servers):
+            time.sleep(0.2)
+        ended = next(server for server in servers if server.poll() is not None)
+        raise UserError(f"{' '.join(map(str, ended.args[:4]))} ended with status {ended.returncode}")  # type: ignore[index]
+    except KeyboardInterrupt:
         return 0
-    if importlib.util.find_spec("mlflow") is None:
-        raise UserError("mlflow is not installed: pip install mlflow")
-    file = sqlite_file(uri)
-    if file is not None and not file.exists():
-        raise UserError(f"no runs yet: {file} does not exist; start with kvpop demo")
-    port = config.tracking.port
-    print(f"MLflow on {public_uri(uri)}: open http://127.0.0.1:{port} (Ctrl-C ends it)", flush=True)
-    words = ["-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", "127.0.0.1", "--port", str(port)]
-    # Takes this process's place, so that Ctrl-C and signals reach the server itself.
-    os.execv(sys.executable, [sys.executable, *words])
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave one running
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            for server in servers:
+                with suppress(ProcessLookupError):
+                    os.killpg(server.pid, sign)
+            until = time.monotonic() + STOP_S
+            while time.monotonic() < until and any(server.poll() is None for server in servers):
+                time.sleep(0.1)
+        for number, handler in before.items():
+            signal.signal(number, handler)

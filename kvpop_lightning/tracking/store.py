@@ -199,6 +199,7 @@ def quiet_mlflow() -> None:
     """MLflow and its database migration tell of every step; a user needs only warnings."""
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 
 def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:
