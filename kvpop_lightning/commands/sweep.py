@@ -52,6 +52,7 @@ def run(config: Config, call: Call) -> int:
 
         print(*report_sweep(config), sep="\n")
         return 0
+    from kvpop_lightning.sweeps.confirm import headlines
     from kvpop_lightning.sweeps.driver import run_sweep
 
     outcome = run_sweep(config, call.overrides)
@@ -67,6 +68,8 @@ def run(config: Config, call: Call) -> int:
         return 0
     for entry in outcome.best:
         print(_line(entry))
+    for line in headlines(outcome.confirmed) if outcome.confirmed else ():
+        print(line)
     if outcome.experiment is not None:
         print(f"the best point: {outcome.experiment}")
     if not any(entry["state"] == "complete" for entry in outcome.table):

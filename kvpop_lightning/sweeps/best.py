@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,28 +44,27 @@ def to_rescore(study: Any, sweep: Sweep) -> list[Any]:
 
 
 def rescore(
-    study: Any, sweep: Sweep, measure: Callable[[Any, Objective], Any], *, stop: Callable[[], bool]
+    study: Any, sweep: Sweep, measure: Callable[[list[Any], Objective], Iterable[tuple[Any, Any]]]
 ) -> list[dict[str, Any]]:
     """The chosen trials on `rescore.rows` rows, best first, each with its paired difference to the baseline.
 
     Args:
-        measure: runs a trial's policy again, (frozen trial, objective) -> TrialResult;
-            its training is reused.
-        stop: True = leave the rest.
+        measure: runs trials' policies again, (frozen trials, objective) -> pairs of a trial and its
+            TrialResult; their trainings are reused.
     """
     objective = replace(sweep.objective, rows=sweep.rescore_rows)
     known: dict[str, Any] = dict(study.user_attrs.get("rescored", {}))
+    keys = {trial.number: f"{trial.number}-rows{objective.rows}" for trial in to_rescore(study, sweep)}
+    missing = [trial for trial in to_rescore(study, sweep) if keys[trial.number] not in known]
+    for trial, result in measure(missing, objective):
+        if result.state == "finished":
+            known[keys[trial.number]] = {"values": result.values, "rows": result.rows}
+            study.set_user_attr("rescored", known)
     entries = []
     for trial in to_rescore(study, sweep):
-        if stop():
-            break
-        key = f"{trial.number}-rows{objective.rows}"
+        key = keys[trial.number]
         if key not in known:
-            result = measure(trial, objective)
-            if result.state != "finished":
-                continue
-            known[key] = {"values": result.values, "rows": result.rows}
-            study.set_user_attr("rescored", known)
+            continue
         entries.append(
             {
                 "number": trial.number,

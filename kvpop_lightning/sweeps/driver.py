@@ -18,8 +18,9 @@ from kvpop_lightning.sweeps import best as conclusions
 from kvpop_lightning.sweeps import study as studies
 from kvpop_lightning.sweeps import trial as trials
 from kvpop_lightning.sweeps.checks import baseline_points, check_settings, total_trials
+from kvpop_lightning.sweeps.conclude import Conclusion
+from kvpop_lightning.sweeps.files import run_id_in
 from kvpop_lightning.sweeps.gpus import assign_gpus
-from kvpop_lightning.sweeps.objective import Objective
 from kvpop_lightning.sweeps.point import trial_words
 from kvpop_lightning.sweeps.report import report_files
 from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
@@ -28,10 +29,10 @@ from kvpop_lightning.sweeps.show import SweepScreen
 from kvpop_lightning.sweeps.spec import load_sweep
 from kvpop_lightning.sweeps.storage import lock_file, one_at_a_time, open_storage, storage_address
 from kvpop_lightning.sweeps.tickets import Progress, Tickets
-from kvpop_lightning.sweeps.trial import TrialResult, run_trial
 from kvpop_lightning.sweeps.worker import Worker, WorkPlan
 from kvpop_lightning.tracking import TrackedRun
 from kvpop_lightning.tracking.environment import write_atomically
+from kvpop_lightning.tracking.registry import register_trained
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class SweepOutcome:
     """Re-scored trials, best first, also in `best.json`; empty until the sweep is complete."""
     experiment: Path | None = None
     """`configs/experiment/NAME_best.yaml`."""
+    confirmed: dict[str, Any] | None = None
+    """The winner over several seeds (`confirm.conclusion`), also in `confirmed.json`."""
     stopped: str = ""
     """Why it ended before the total."""
 
@@ -80,7 +83,7 @@ class SweepRun:
         self.total = total_trials(self.sweep, self.settings.trials)
         base = check_settings(self.sweep, own, self.words, self.total)
         self.baseline = baseline_points(self.sweep, self.words, base)
-        self.steps = base.trainer.max_steps
+        self.steps, self.seed = base.trainer.max_steps, base.seed
         self.every = self.sweep.pruner.every or max(1, self.steps // 4)
         self.address = storage_address(self.settings.storage, self.folder)
         self.study_name = self.settings.study or self.sweep.name
@@ -110,8 +113,7 @@ class SweepRun:
                 if outcome.progress.complete:
                     self._conclude(study, outcome)
             finally:
-                # Also after Ctrl-C or an error of our own: no run of a trial may stay RUNNING.
-                self.runs.close_left_over(parent.run_id, self._run_ids_elsewhere(study))
+                self._settle(study, parent.run_id)
             self._keep(parent, study, outcome)
         return outcome
 
@@ -120,7 +122,10 @@ class SweepRun:
         storage = open_storage(self.address, self.settings.heartbeat_s)
         study = studies.join_study(storage, self.study_name, self.address)
         studies.check_same_question(study, self.sweep, self.words)
-        return self._work(study, storage, study.user_attrs.get(studies.PARENT_RUN))
+        try:
+            return self._work(study, storage, study.user_attrs.get(studies.PARENT_RUN))
+        finally:
+            self.runs.settle(self.folder)
 
     def _work(self, study: Any, storage: Any, parent_run_id: str | None) -> SweepOutcome:
         limit = self.settings.time_limit_s or self.sweep.time_limit_s
@@ -156,7 +161,7 @@ class SweepRun:
         progress = own.progress()
         return SweepOutcome(
             progress,
-            studies.trials_table(study, self.sweep.objective.metrics),
+            self._table(study),
             [],
             stopped="" if progress.complete else stopped,
         )
@@ -214,14 +219,12 @@ class SweepRun:
             heartbeat_s=self.settings.heartbeat_s,
             lock=lock_file(self.address),
             on_lost=lambda trial: self.runs.ended(
-                self._run_of(trial), trials.FAILED, {"sweep.message": "lost"}
+                self._run_of(trial), trials.FAILED, {"sweep.message": "its worker was lost"}
             ),
         )
 
     def _run_of(self, trial: Any) -> str | None:
         """The run of a trial whose worker could not tell it any more: its folder names it, if it is here."""
-        from kvpop_lightning.sweeps.files import run_id_in
-
         ticket = trial.user_attrs.get("ticket")
         return run_id_in(self.folder / "trials" / f"{ticket:04d}", f"trial {ticket}")
 
@@ -241,39 +244,11 @@ class SweepRun:
         return {"text": f"{metrics[0]} {found[0].values[0]:.5g} (trial {found[0].number})"}
 
     def _conclude(self, study: Any, outcome: SweepOutcome) -> None:
-        """Re-scores the best and the baseline, writes the winner as an experiment."""
+        """Re-scores the best and the baseline, writes the winner as an experiment, tries further seeds."""
         plan = self._plan(study.user_attrs.get(studies.PARENT_RUN))
-        print(
-            f"{len(conclusions.to_rescore(study, self.sweep))} trials measured again on "
-            f"{self.sweep.rescore_rows} rows",
-            flush=True,
-        )
-
-        def measure(trial: Any, objective: Objective) -> TrialResult:
-            ticket = trial.user_attrs["ticket"]
-            result = run_trial(
-                plan.words,
-                trial.user_attrs.get("point", dict(trial.params)),
-                run_dir=plan.trial_folder(ticket),
-                objective=objective,
-                gpu=self.gpus[0] if self.gpus else None,
-                tags=plan.tags,
-                name=f"trial {ticket}",
-                measure={"prefix": "rescored/"},
-                grace_s=plan.grace_s,
-                memory_limit_gb=plan.memory_limit_gb,
-                threads=self.settings.threads or _thread_share(1),
-                command=plan.command,
-            )
-            if result.state == trials.FINISHED:
-                name = objective.metrics[0]
-                print(f"trial {trial.number}: {name} {result.values[name]:.5g}", flush=True)
-            else:
-                print(f"trial {trial.number} could not be measured again: {result.message}", flush=True)
-                self.runs.ended(result.run_id, result.state, {})
-            return result
-
-        outcome.best = conclusions.rescore(study, self.sweep, measure, stop=lambda: False)
+        workers = max(1, self.settings.workers)
+        concluding = Conclusion(plan, study, gpus=self.gpus, workers=workers, seed=self.seed)
+        outcome.best = concluding.rescored()
         if outcome.best:
             first = outcome.best[0]
             note = (
@@ -281,9 +256,26 @@ class SweepRun:
                 f"{conclusions.headline_of(first, self.sweep.objective.metrics)}."
             )
             outcome.experiment = conclusions.write_best(self.sweep, self.words, first["point"], note)
+            outcome.confirmed = concluding.confirmed(outcome.best)
+
+    def _table(self, study: Any) -> list[dict[str, Any]]:
+        table = studies.trials_table(study, self.sweep.objective.metrics, self.seed)
+        for entry in table:  # a run that the tracking server got only afterwards
+            if entry["run_id"] is None and entry["ticket"] is not None:
+                folder = self.folder / "trials" / f"{entry['ticket']:04d}"
+                entry["run_id"] = run_id_in(folder, f"trial {entry['ticket']}")
+        return table
+
+    def _settle(self, study: Any, parent_run_id: str | None) -> None:
+        """Also after Ctrl-C or an error of our own: no run of a trial may stay RUNNING."""
+        self.runs.settle(self.folder)
+        table = self._table(study)
+        _write(self.folder / "trials.json", table)
+        ended = {e["run_id"]: e["outcome"] for e in table if e["run_id"] and e["outcome"] in trials.STATES}
+        self.runs.close_left_over(parent_run_id, self._run_ids_elsewhere(study), ended)
 
     def _keep(self, parent: TrackedRun, study: Any, outcome: SweepOutcome) -> None:
-        outcome.table = studies.trials_table(study, self.sweep.objective.metrics)
+        outcome.table = self._table(study)
         _write(self.folder / "trials.json", outcome.table)
         files = [self.folder / "trials.json", self.sweep.path]
         if outcome.best:
@@ -292,6 +284,10 @@ class SweepRun:
             winner = outcome.best[0]
             parent.log_metrics({f"best/{name}": value for name, value in winner["rescored"].items()}, step=0)
             parent.set_tags({f"best.{key}": value for key, value in winner["point"].items()})
+            self._register(parent, next(e for e in outcome.table if e["number"] == winner["number"]))
+        if outcome.confirmed is not None:
+            _write(self.folder / "confirmed.json", outcome.confirmed)
+            files.append(self.folder / "confirmed.json")
         if outcome.experiment is not None:
             files.append(outcome.experiment)
         states = [entry["state"] for entry in outcome.table]
@@ -300,6 +296,13 @@ class SweepRun:
             parent.log_artifact(path)
         for path in report_files(study, self.sweep.name, self.sweep.objective.metrics, self.folder):
             parent.log_artifact(path, "report")
+
+    def _register(self, parent: TrackedRun, trained: dict[str, Any]) -> None:
+        """The winner's policy as the newest version of the registered model `kvpop_SWEEP`."""
+        place = self.folder / "trials" / f"{trained['ticket']:04d}"
+        name, tags = f"kvpop_{self.sweep.name}", {"sweep": self.sweep.name, "trial": str(trained["number"])}
+        if version := register_trained(self.config.tracking, trained["run_id"], place, name, tags):
+            parent.set_tags({"registered": version.uri})
 
 
 def run_sweep(

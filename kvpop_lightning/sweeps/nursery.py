@@ -90,9 +90,14 @@ class Nursery:
         self._requests = -1
         self._trials: dict[int, ForkedTrial] = {}
         self._next = 0
+        self._ready = False
 
     def start(self, job: Path, log: Path, env: Mapping[str, str]) -> ForkedTrial:
-        """A process that runs the job; returns when it exists."""
+        """A process that runs the job; returns when it exists.
+
+        Raises:
+            RuntimeError: the server ended while it loaded the libraries; the reason is on standard error.
+        """
         trial = ForkedTrial()
         with self._lock:
             if self._server is None or self._server.poll() is not None:
@@ -111,6 +116,8 @@ class Nursery:
             except OSError:
                 trial.ended(SERVER_LOST)
         trial.wait_for_start()
+        if trial.pid == 0 and not self._ready:
+            raise RuntimeError("no trial can be started: loading the libraries failed, see the error above")
         return trial
 
     def close(self) -> None:
@@ -129,7 +136,7 @@ class Nursery:
             os.close(self._requests)
         request_read, self._requests = os.pipe()
         reply_read, reply_write = os.pipe()
-        self._trials = {}
+        self._trials, self._ready = {}, False
         self._server = subprocess.Popen(
             [sys.executable, "-m", "kvpop_lightning.sweeps.nursery", str(request_read), str(reply_write)],
             pass_fds=(request_read, reply_write),
@@ -148,7 +155,9 @@ class Nursery:
         with os.fdopen(replies, encoding="utf-8") as lines:
             for line in lines:
                 reply = json.loads(line)
-                if "pid" in reply:
+                if "ready" in reply:
+                    self._ready = True
+                elif "pid" in reply:
                     trials[reply["trial"]].started(reply["pid"])
                 else:
                     trials.pop(reply["trial"]).ended(reply["exit"])
@@ -179,6 +188,7 @@ def serve(requests: int, replies: int) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded stays shared between the forks
+    _reply(replies, {"ready": 1})
     running: dict[int, int] = {}
     waiting = b""
     open_for_requests = True

@@ -35,6 +35,7 @@ _KEYS = (
     "trials",
     "time_limit_s",
     "rescore",
+    "confirm",
     "baseline",
     "space",
 )
@@ -58,6 +59,10 @@ class Sweep:
     time_limit_s: float | None
     rescore_best: int
     rescore_rows: int
+    confirm_seeds: int
+    """Seeds over which the winner, the baseline and the winner `without` are compared; 1 = only the trials'."""
+    without: Point
+    """Values that the winner is also trained with, to see what its own were good for."""
     baseline: tuple[Point, ...]
     space: tuple[Parameter, ...]
 
@@ -132,6 +137,7 @@ def _parse(path: Path, body: dict[str, Any], problems: list[str]) -> Sweep | Non
     pruner = pruner_of(body.get("pruner") or {}, metrics, directions, problems)
     objective = table_of(body, "objective", ("budget", "rows"), problems)
     rescore = table_of(body, "rescore", ("best", "rows"), problems)
+    seeds, without = _confirm(body, space, directions, problems)
     rows = whole_of(objective, "rows", 2, problems, "objective")
     budget = (
         None if objective.get("budget") is None else whole_of(objective, "budget", 1, problems, "objective")
@@ -171,6 +177,8 @@ def _parse(path: Path, body: dict[str, Any], problems: list[str]) -> Sweep | Non
         time_limit_s=limit,
         rescore_best=best,
         rescore_rows=rescore_rows,
+        confirm_seeds=seeds,
+        without=without,
         baseline=baseline,
         space=space,
     )
@@ -193,6 +201,26 @@ def _baseline(body: Any, problems: list[str]) -> tuple[Point, ...]:
         problems.append("baseline: expected a list of points, as in `- {policy.decay: 1.0}`")
         return ()
     return tuple({str(key): value for key, value in point.items()} for point in points)
+
+
+def _confirm(
+    body: dict[str, Any], space: tuple[Parameter, ...], directions: tuple[str, ...], problems: list[str]
+) -> tuple[int, Point]:
+    table = table_of(body, "confirm", ("seeds", "without"), problems)
+    seeds = whole_of(table, "seeds", 2 if table else 1, problems, "confirm")
+    without = table.get("without") or {}
+    if not isinstance(without, Mapping):
+        problems.append("confirm.without: expected values as in {policy.decay: 1.0}")
+        without = {}
+    searched = {parameter.key: parameter for parameter in space}
+    for key, value in without.items():
+        if key not in searched:
+            problems.append(f"confirm.without: {key} is no key of the space{did_you_mean(key, searched)}")
+        elif not searched[key].contains(value):
+            problems.append(f"confirm.without: {key}={value} lies outside the space")
+    if seeds > 1 and len(directions) > 1:
+        problems.append("confirm: takes one metric, this sweep has several: a front has no single winner")
+    return seeds, {str(key): value for key, value in without.items()}
 
 
 def _overrides(body: Any, space: tuple[Parameter, ...], problems: list[str]) -> tuple[str, ...]:

@@ -163,8 +163,8 @@ def check_same_question(study: Any, sweep: Sweep, words: Sequence[str]) -> None:
         )
 
 
-def trials_table(study: Any, metrics: Sequence[str]) -> list[dict[str, Any]]:
-    """Every trial as JSON values, in order."""
+def trials_table(study: Any, metrics: Sequence[str], seed: int | None = None) -> list[dict[str, Any]]:
+    """Every trial as JSON values, in order; `seed` is that of their trainings."""
     found = []
     for trial in study.get_trials(deepcopy=False):
         attrs = trial.user_attrs
@@ -179,7 +179,9 @@ def trials_table(study: Any, metrics: Sequence[str]) -> list[dict[str, Any]]:
                 "baseline": bool(attrs.get("baseline")),
                 "point": attrs.get("point") or dict(trial.params),
                 "values": dict(zip(metrics, trial.values, strict=False)) if trial.values else None,
+                "rows": attrs.get("rows"),
                 "seconds": attrs.get("seconds"),
+                "seed": seed,
                 "run_id": attrs.get("run_id"),
             }
         )

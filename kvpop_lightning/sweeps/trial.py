@@ -67,6 +67,8 @@ class TrialResult:
     """Exit status of the child, negative = the signal that ended it."""
     rows: dict[str, list[float]] = field(default_factory=dict)
     """The metrics of each held-out row, for paired comparisons."""
+    name: str = "trial"
+    """Of its MLflow run."""
 
     @property
     def again(self) -> bool:
@@ -163,6 +165,7 @@ def run_trial(
         message=message,
         exit_code=code,
         rows=result.get("rows", {}),
+        name=name,
     )
 
 

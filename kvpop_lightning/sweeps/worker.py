@@ -14,7 +14,7 @@ from typing import Any
 from kvpop_lightning.sweeps import trial as trials
 from kvpop_lightning.sweeps.runs import TrialRuns
 from kvpop_lightning.sweeps.sampling import build_sampler
-from kvpop_lightning.sweeps.space import suggest_point
+from kvpop_lightning.sweeps.space import Point, suggest_point
 from kvpop_lightning.sweeps.spec import Sweep
 from kvpop_lightning.sweeps.tickets import TICKET, Tickets
 from kvpop_lightning.sweeps.trial import TrialResult, run_trial
@@ -99,7 +99,7 @@ class Worker:
                 self.stop.wait(WAIT_S)  # others run the last ones, and may die
 
     def _run(self, trial: Any) -> None:
-        plan, ticket = self.plan, trial.user_attrs[TICKET]
+        plan = self.plan
         try:
             point = suggest_point(plan.sweep.space, trial)
             trial.set_user_attr("point", point)
@@ -108,7 +108,35 @@ class Worker:
             raise
         view = TrialView(trial.number, point, time.monotonic(), baseline="baseline" in trial.user_attrs)
         self.show(view)
-        result = run_trial(
+        try:
+            result = self._run_trial(trial, point, view)
+        except BaseException:  # the machine, not the point: it has cost the ticket nothing
+            self.tickets.give_back(trial, {"outcome": trials.INTERRUPTED}, counted=False)
+            raise
+        counts, state = self._tell(trial, result)
+        if not counts:
+            state, message = (
+                trials.INTERRUPTED,
+                "given up for lost by another worker; its result does not count",
+            )
+        else:
+            message = result.message
+        plan.runs.ended(
+            result.run_id,
+            result.state,
+            {"sweep.message": message} if message else {},
+            run_dir=result.run_dir,
+            name=result.name,
+        )
+        view.state, view.message, view.seconds = state, message, result.seconds
+        view.values = result.values
+        if state not in (trials.FINISHED, trials.PRUNED) and result.last_lines:
+            view.message = f"{message}\n{result.last_lines}"
+        self.show(view)
+
+    def _run_trial(self, trial: Any, point: Point, view: TrialView) -> TrialResult:
+        plan, ticket = self.plan, trial.user_attrs[TICKET]
+        return run_trial(
             plan.words,
             point,
             run_dir=plan.trial_folder(ticket),
@@ -131,20 +159,6 @@ class Worker:
             threads=plan.threads,
             command=plan.command,
         )
-        counts, state = self._tell(trial, result)
-        if not counts:
-            state, message = (
-                trials.INTERRUPTED,
-                "given up for lost by another worker; its result does not count",
-            )
-        else:
-            message = result.message
-        plan.runs.ended(result.run_id, result.state, {"sweep.message": message} if message else {})
-        view.state, view.message, view.seconds = state, message, result.seconds
-        view.values = result.values
-        if state not in (trials.FINISHED, trials.PRUNED) and result.last_lines:
-            view.message = f"{message}\n{result.last_lines}"
-        self.show(view)
 
     def _tell(self, trial: Any, result: TrialResult) -> tuple[bool, str]:
         """Ends the trial in the study: (whether it still counted, what the table says)."""
