@@ -21,7 +21,7 @@ from kvpop_lightning.errors import UserError
 SUMMARY = "open the MLflow UI on the run database, and optuna-dashboard on the newest sweep"
 DETAILS = """Serves the database of tracking.uri on this machine only, and beside it the study of the newest
     sweep (sweep.storage=... chooses another) if optuna-dashboard is installed; Ctrl-C ends both. A port
-    that is taken is named and the next free one used. With a server's address as tracking.uri that is printed."""
+    that is taken is named and the next free one used. A server's address as tracking.uri is printed."""
 KEYS = ("tracking.uri", "tracking.port", "sweep.storage")
 DEFAULT_EXPERIMENT: str | None = None
 
@@ -114,7 +114,8 @@ def serve(commands: list[list[str]]) -> int:
         while all(server.poll() is None for server in servers):
             time.sleep(0.2)
         ended = next(server for server in servers if server.poll() is not None)
-        raise UserError(f"{' '.join(map(str, ended.args[:4]))} ended with status {ended.returncode}")  # type: ignore[index]
+        words = commands[servers.index(ended)]
+        raise UserError(f"{' '.join(words[:4])} ended with status {ended.returncode}")
     except KeyboardInterrupt:
         return 0
     finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpop_lightning.config.schema import TrackingConfig
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.tracking.naming import public_uri
 from kvpop_lightning.tracking.store import quiet_mlflow, tracking_uri
@@ -98,6 +99,25 @@ def register_policy(
             f"cannot register {name} at {public_uri(address)}: {' '.join(str(error).split())}"
         ) from error
     return Registered(name, str(version.version))
+
+
+def register_trained(
+    tracking: TrackingConfig, run_id: str | None, run_dir: Path, name: str, tags: dict[str, str] | None = None
+) -> Registered | None:
+    """Registers what a run trained in `run_dir`, at the end of a sweep: a failure costs a warning only."""
+    if not tracking.enabled or run_id is None:
+        return None
+    folders = [file.parent for file in (run_dir / "policy").glob("*/kvpop.json")]
+    if len(folders) != 1:
+        return None
+    try:
+        return register_policy(run_id, folders[0], name, uri=tracking.uri, tags=tags)
+    except Exception as error:  # the server, the network, a full disk: the sweep's result is worth more
+        line = " ".join(str(error).split())[:300]
+        log.warning(
+            "%s is not registered (%s): kvpop runs register %s --name %s", name, line, run_id[:8], name
+        )
+        return None
 
 
 def load_registered(model_uri: str, base: Any = None, *, uri: str | None = None, strict: bool = True) -> Any:
