@@ -1,0 +1,74 @@
+"""Stepwise rules through evaluation and the command line, at equal bytes beside the others."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpop_lightning.config.schema import (
+    BudgetConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    PolicyConfig,
+)
+from kvpop_lightning.evaluation.evaluate import evaluate
+from kvpop_lightning.models import tiny_model, tiny_tokenizer
+from kvpop_lightning.policy.scorers import build_scorer, scorer_types
+
+T = 48
+RULES = [
+    kind
+    for kind in scorer_types()
+    if build_scorer(kind, num_heads=1, head_dim=2, hidden_size=2, window=1).stepwise
+]
+
+
+def rows(count: int = 2) -> list[dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    return [
+        {
+            "input_ids": torch.randint(3, 272, (T,), generator=g),
+            "position_ids": torch.arange(T),
+            "document_ids": torch.zeros(T, dtype=torch.int64),
+            "loss_mask": torch.ones(T, dtype=torch.bool),
+            "row": torch.tensor(n),
+        }
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("equal_bytes", [True, False])
+def test_every_rule_is_in_the_table(tmp_path, equal_bytes: bool) -> None:
+    # Expected Attention's state (16 + 16^2 numbers per query head) leaves nothing of so few tiny keys.
+    affordable = [rule for rule in RULES if not equal_bytes or rule != "expected_attention"]
+    config = Config(
+        model=ModelConfig(source="tiny-llama"),
+        data=DataConfig(row_length=T),
+        policy=PolicyConfig(budget=BudgetConfig(sink=2, window=6, topk=12), equal_bytes=equal_bytes),
+        eval=EvalConfig(
+            policies=["full", "streaming_llm", *affordable],
+            budgets=[20], reference_length=T, rows=2, figures=not equal_bytes,
+        ),
+        run_dir=str(tmp_path),
+    )  # fmt: skip
+    model = tiny_model("llama", kv_heads=2, group=3)
+    data = SimpleNamespace(eval_rows=rows(), fingerprint="x")
+    result = evaluate(config, model=model, tokenizer=tiny_tokenizer(), data=data, progress=False)
+    table = {entry["policy"]: entry for entry in json.loads(result.table_path.read_text())}
+    assert set(table) == set(config.eval.policies)
+    for name in config.eval.policies[1:]:
+        entry = table[name]
+        assert entry["kl"] > 1e-4
+        if name in RULES:
+            assert entry["boundary_accuracy"] is None, "no priorities, no decisions to compare"
+        if equal_bytes:
+            assert entry["bytes_accounted"] <= table["streaming_llm"]["bytes_accounted"]
+        else:
+            assert entry["sink"] + entry["window"] + entry["topk"] == 20
+    distinct = {round(table[name]["kl"], 9) for name in config.eval.policies}
+    assert len(distinct) == len(table), "two rules gave the same result"
