@@ -5,7 +5,10 @@ memory map.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -44,6 +47,27 @@ class FeatureStore:
     def has(self, row: int, parts: list[str]) -> bool:
         """Whether all `parts` of the row are there."""
         return all(self.path(row, part).exists() for part in parts)
+
+    @contextmanager
+    def claim(self, rows: list[int], *, wait: bool = False) -> Iterator[list[int]]:
+        """Those of `rows` that no other process works on, kept from others until the block ends.
+
+        Args:
+            wait: wait for each instead of leaving out what another process has; the system frees a lock
+                whose process dies.
+        """
+        with ExitStack() as stack:
+            claimed = []
+            for row in rows:
+                path = self.path(row, "claims").with_suffix("")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("w"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    continue
+                claimed.append(row)
+            yield claimed
 
     def compress(self, tensor: Tensor) -> Tensor:
         """The tensor in the stored dtype, or in float32 when float16 would overflow."""

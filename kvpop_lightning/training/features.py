@@ -142,13 +142,22 @@ class FeatureCache:
 
     def row_bytes(self, length: int) -> int:
         """Bytes that one new row of `length` tokens takes, targets included."""
+        return sum(self._part_bytes().values()) * length
+
+    def _part_bytes(self) -> dict[str, int]:
+        """Bytes per token of each part in the store."""
         config, policy = self._model[0].config, self._model[0].kvpop
         layers, heads = policy.decay.shape
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = layers * heads * (2 * head_dim * self.store.dtype.itemsize + 4 + 1) + 16
-        per_token += layers * config.hidden_size * self.store.dtype.itemsize if self.request.hidden else 0
-        per_token += self.request.topk * 12 + 4 if self.request.topk else 0
-        return per_token * length
+        element = self.store.dtype.itemsize
+        sizes = {
+            "row": 16,
+            "kv": layers * heads * 2 * head_dim * element,
+            "hidden": layers * config.hidden_size * element,
+            self.request.target_part: layers * heads * (4 + 1),
+            f"topk-{self.request.topk}": self.request.topk * 12 + 4,
+        }
+        return {part: sizes[part] for part in self.request.parts}
 
     def put(self, rows: Sequence[int], features: Features) -> None:
         """Store the features of a batch (leading dimension = `rows`)."""
@@ -177,6 +186,9 @@ class FeatureCache:
         """Compute what is missing of `rows`; an interrupted call goes on where it stopped. Returns rows
         computed.
 
+        Processes that fill the same rows at the same time share the work: each row is computed by one of
+        them, and all return when all rows are there.
+
         Args:
             rows_data: data set with `rows_data[row] -> dict` as the DataModule's rows.
             rows: row numbers wanted.
@@ -196,21 +208,34 @@ class FeatureCache:
         was_training = model.training
         model.eval()
         try:
-            for start in range(0, len(missing), batch_rows):
-                chosen = missing[start : start + batch_rows]
-                batch = to_device(collate([rows_data[row] for row in chosen]), device)
-                self.put(chosen, dense_features(model, batch, self.request))
-                line.update(start + len(chosen))
+            computed, open_rows, patient = 0, missing, False
+            while open_rows:
+                # What another process works on comes last; a lock that is free by then is no guarantee that
+                # its owner finished, so every row is looked at again.
+                taken_elsewhere: list[int] = []
+                for start in range(0, len(open_rows), batch_rows):
+                    with self.store.claim(open_rows[start : start + batch_rows], wait=patient) as claimed:
+                        chosen = [row for row in claimed if row not in self]
+                        taken_elsewhere += [
+                            row for row in open_rows[start : start + batch_rows] if row not in claimed
+                        ]
+                        if chosen:
+                            batch = to_device(collate([rows_data[row] for row in chosen]), device)
+                            self.put(chosen, dense_features(model, batch, self.request))
+                    computed += len(chosen)
+                    line.update(sum(row in self for row in missing))
+                open_rows, patient = taken_elsewhere, True
         finally:
             line.close()
             model.train(was_training)
-        return len(missing)
+        return computed
 
     def _check_space(self, missing: Sequence[int], length: int, progress: bool) -> None:
-        bulky = sum(
-            not self.store.has(row, ["kv", *(["hidden"] if self.request.hidden else [])]) for row in missing
+        sizes = self._part_bytes()
+        wanted = length * sum(
+            size for row in missing for part, size in sizes.items() if not self.store.has(row, [part])
         )
-        wanted, held = bulky * self.row_bytes(length), folder_bytes(self.root)
+        held = folder_bytes(self.root)
         limit = self.limit_gb * 1e9
         if progress:
             print(

@@ -4,6 +4,8 @@ costs.
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from kvpop_lightning.config.schema import DistillConfig, TrainerConfig
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.models import dense, observe
 from kvpop_lightning.policy import future_attention_target
+from kvpop_lightning.training import feature_store
 from kvpop_lightning.training import features as features_module
 from kvpop_lightning.training.feature_store import FeatureStore
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest, dense_features
@@ -111,7 +114,7 @@ def test_a_crash_while_writing_leaves_the_row_missing(
     with pytest.raises(UserError, match=r"no space left.*trainer\.feature_cache_dir"):
         fill(make_model(), tmp_path)
     monkeypatch.undo()
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.parent.name != "claims"]
     assert fill(make_model(), tmp_path)[1] == 4
 
 
@@ -136,6 +139,61 @@ def test_too_large_for_the_limit_is_one_clear_line(make_model: Any, tmp_path: Pa
     with pytest.raises(UserError, match=r"trainer\.feature_cache_limit_gb=1e-05"):
         cache.fill(Rows(), range(4), progress=False)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_what_is_there_already_does_not_count_against_the_limit(
+    make_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model()
+    FeatureCache(tmp_path, model, "data", FeatureRequest(4)).fill(Rows(), range(4), progress=False)
+    held = feature_store.folder_bytes(tmp_path)
+    other = FeatureRequest(4, "mean")  # only its targets are new
+    targets = 4 * 48 * LAYERS * KV_HEADS * 5
+    tight = FeatureCache(tmp_path, model, "data", other, limit_gb=(held + targets - 1) / 1e9)
+    with pytest.raises(UserError, match="feature_cache_limit_gb"):
+        tight.fill(Rows(), range(4), progress=False)
+    fits = FeatureCache(tmp_path, model, "data", other, limit_gb=(held + targets + 1) / 1e9)
+    capsys.readouterr()
+    assert fits.fill(Rows(), range(4)) == 4
+    assert f"features of 4 rows: {targets / 1e6:.0f} MB to add" in capsys.readouterr().out
+
+
+def test_processes_that_fill_the_same_rows_share_the_work(
+    make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = FeatureCache(tmp_path, make_model(), "data", FeatureRequest(4))
+    first_done = threading.Event()
+    real = features_module.dense_features
+
+    def compute(*arguments: Any) -> Any:
+        first_done.set()
+        return real(*arguments)
+
+    monkeypatch.setattr(features_module, "dense_features", compute)
+    counts: list[int] = []
+    # As if another process had rows 0 and 1 in work: file locks of two open files exclude each other.
+    with cache.store.claim([0, 1]) as claimed:
+        assert claimed == [0, 1]
+        with cache.store.claim([1, 2]) as others:
+            assert others == [2]
+        thread = threading.Thread(
+            target=lambda: counts.append(cache.fill(Rows(), range(4), progress=False)), daemon=True
+        )
+        thread.start()
+        assert first_done.wait(30)
+        while not all(row in cache for row in (2, 3)):
+            time.sleep(0.01)
+        assert 0 not in cache
+        assert thread.is_alive(), "it waits for the rows of the other"
+        cache.put([0], real(*batch_of(cache, 0)))
+    thread.join(30)
+    assert counts == [3], "row 0 came from the other, row 1 was left behind and is computed here"
+    assert all(row in cache for row in range(4))
+
+
+def batch_of(cache: FeatureCache, row: int) -> tuple[Any, Any, FeatureRequest]:
+    (model,) = cache._model
+    return model, collate([Rows()[row]]), cache.request
 
 
 def test_values_beyond_half_precision_are_stored_in_full(tmp_path: Path) -> None:
