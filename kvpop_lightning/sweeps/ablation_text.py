@@ -29,7 +29,10 @@ def terminal_tables(table: Mapping[str, Any]) -> list[Table | Text]:
     for budget in table["budgets"]:
         shown.add_column(f"{metric}, {_keys(budget)}", justify="right", no_wrap=True)
         shown.add_column("difference", justify="right")
+    absent = sum(cell["state"] == NOT_RUN for cell in table["cells"])
     for index, cell in enumerate(table["cells"]):
+        if cell["state"] == NOT_RUN:
+            continue
         texts: list[Text] = []
         for place in range(len(table["budgets"])):
             value, difference = _cells_of(cell, place, metric)
@@ -39,7 +42,8 @@ def terminal_tables(table: Mapping[str, Any]) -> list[Table | Text]:
         shown.add_row(
             *(Text(level) for level in cell["levels"].values()), *texts, style="bold" * (index == 0)
         )
-    return [shown, Text(NOTE, style="dim")]
+    note = f"{NOTE} Not run: {absent} cells." if absent else NOTE
+    return [shown, Text(note, style="dim")]
 
 
 def markdown(table: Mapping[str, Any]) -> str:
