@@ -3,9 +3,9 @@
     python benchmarks/feature_sharing.py --trials 50 --out docs/feature_sharing.json [key=value ...]
 
 Both trials are what `kvpop sweep` runs: training and measurement in a process of its own, with another
-decay. The time of `--trials` trials is extrapolated: all from nothing, against the first from nothing and the others
-with what it left. `training` counts the training alone, `trial` also loading and measuring, which nothing
-shares.
+decay. The time of `--trials` trials is extrapolated: all from nothing, against the first from nothing and
+the others with what it left. `training` counts the training alone, `trial` also loading and measuring,
+which nothing shares.
 """
 
 from __future__ import annotations
