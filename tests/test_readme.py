@@ -55,6 +55,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def _in_test(command: str, place: Path) -> list[str]:
     """The command as typed, with paths filled in, results kept out of the repository, and small sizes."""
     filled = command.replace("MODEL_FOLDER", str(place / "model")).replace(
@@ -70,6 +75,15 @@ def _in_test(command: str, place: Path) -> list[str]:
     if "--help" in words or "--print-config" in words or words[3] == "doctor":
         return words
     words += [f"tracking.uri=sqlite:///{place}/mlflow.db", f"data.cache_dir={place}/data"]
+    if words[3] == "sweep":  # its own folder of settings: the best point is written there
+        return [
+            "env",
+            "-C",
+            str(_folder(place / "sweep" / "configs").parent),
+            *words,
+            "trials=2",
+            "trainer.max_steps=2",
+        ]
     run_dir = next((w.split("=")[1] for w in words if w.startswith("run_dir=")), None)
     if "experiment=demo" not in command:
         words = [w for w in words if not w.startswith("run_dir=")]

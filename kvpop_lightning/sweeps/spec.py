@@ -60,7 +60,7 @@ class Sweep:
     rescore_best: int
     rescore_rows: int
     confirm_seeds: int
-    """Seeds over which the winner, the baseline and the winner `without` are compared; 1 = only the trials'."""
+    """Seeds over which the winner, the baseline and the winner `without` are compared; 1 = no further."""
     without: Point
     """Values that the winner is also trained with, to see what its own were good for."""
     baseline: tuple[Point, ...]

@@ -1,7 +1,8 @@
-"""Two workers on one study in PostgreSQL, one of them killed in mid-trial."""
+"""Two workers on one study in PostgreSQL, one killed in mid-trial while the tracking server is away."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import optuna
 import pytest
-from real_runs import check_runs, finish, runs, start
+from mlflow.tracking import MlflowClient
+from real_runs import TrackingServer, check_runs, finish, runs, start
 
 from kvpop_lightning.sweeps.storage import open_storage, storage_address
 
 pytestmark = pytest.mark.slow
 TRIALS = 5
+OUTAGE_S = 30
 
 
 def _binaries() -> Path | None:
@@ -60,9 +63,22 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_one_of_two_workers_is_killed_and_nothing_is_lost(project: Path, database: str) -> None:
+@pytest.fixture
+def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrackingServer]:
+    server = TrackingServer(tmp_path_factory.mktemp("tracking"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def test_a_killed_worker_and_an_absent_tracking_server_lose_nothing(
+    project: Path, database: str, tracking: TrackingServer
+) -> None:
     # Steps enough that a trial is surely in its training when its worker dies.
     given = ["smoke", f"storage={database}", f"trials={TRIALS}", "trainer.max_steps=60", "time_limit_s=900"]
+    given += [f"tracking.uri={tracking.uri}", "tracking.retry_s=2", "tracking.final_wait_s=1"]
     driver = start(*given)
     study = None
     workers = []
@@ -85,7 +101,14 @@ def test_one_of_two_workers_is_killed_and_nothing_is_lost(project: Path, databas
                 if log.exists() and '"train/loss"' in log.read_text():
                     trained.append(trial.number)
         assert trained, "the worker never came to train"
+        tracking.stop()
+        gone = time.monotonic()
         victim.send_signal(signal.SIGKILL)
+        time.sleep(OUTAGE_S)
+        ended = [t for t in study.get_trials() if t.datetime_complete is not None and t.state.name != "FAIL"]
+        assert ended, "no trial ended while the tracking server was away: nothing was tried"
+        tracking.start()
+        assert time.monotonic() - gone >= OUTAGE_S
         text = finish(driver)
         assert f"all {TRIALS} trials are done" in text, text
         assert "all" in finish(workers[1], 60)
@@ -105,4 +128,17 @@ def test_one_of_two_workers_is_killed_and_nothing_is_lost(project: Path, databas
     assert replaced.user_attrs["replaces"] == lost.number
     hosts = {t.user_attrs["worker"]["pid"] for t in counted}
     assert len(hosts) >= 2
-    check_runs(runs(project), TRIALS)
+    found = runs(tracking.uri)
+    parent = check_runs(found, TRIALS)
+    assert parent.info.status == "FINISHED"
+    client = MlflowClient(tracking.uri)
+    for run in found:
+        if (ticket := run.data.tags.get("trial")) is None:
+            continue
+        assert run.data.tags["sweep.state"] in ("finished", "pruned"), run.data.tags
+        assert run.info.status == ("FINISHED" if run.data.tags["sweep.state"] == "finished" else "KILLED")
+        # Every value that its folder has arrived.
+        lines = Path(f"runs/sweeps/smoke/trials/{int(ticket):04d}/metrics.jsonl").read_text().splitlines()
+        kept = {entry["step"] for entry in map(json.loads, lines) if "train/loss" in entry}
+        sent = {metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")}
+        assert sent == kept
