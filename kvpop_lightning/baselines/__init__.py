@@ -9,6 +9,7 @@ from kvpop_lightning.baselines import (  # noqa: F401
     keydiff,
     oracle,
     random,
+    snapkv,
     streaming_llm,
     tova,
 )

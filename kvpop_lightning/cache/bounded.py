@@ -274,6 +274,16 @@ class BoundedCache(Cache):
                 total += tensor.numel() * size
         return total
 
+    def peak_bytes(self) -> int:
+        """`bytes_held` at its highest since allocation: more than now after a prompt was held whole.
+
+        The tensors of a step in progress (logits, the chunk itself) are not counted.
+        """
+        held = [sum(t.nbytes for t in layer.tensors().values()) for layer in self._bounded]
+        return sum(
+            max(now, getattr(layer, "peak", 0)) for now, layer in zip(held, self._bounded, strict=True)
+        )
+
     # -------- transformers' interface
     @property
     def batch_size(self) -> int:

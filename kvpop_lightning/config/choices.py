@@ -23,6 +23,7 @@ RULES = (
     "attention_ema",
     "keydiff",
     "expected_attention",
+    "snapkv",
 )
 """Policies without parameters to train."""
 DECAY_SUFFIX = "+decay"

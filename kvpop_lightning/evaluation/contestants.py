@@ -27,6 +27,7 @@ from kvpop_lightning.models.compat import cache_keyword
 from kvpop_lightning.models.families import attention_modules, rule_facts, shape_of
 from kvpop_lightning.policy import Budget, RetentionPolicy
 from kvpop_lightning.policy.memory import dense_bytes_per_sequence, equal_bytes_budget
+from kvpop_lightning.policy.stepwise import StepwiseRule
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,9 @@ def measured_bytes(
     """Bytes one sequence holds, counted from the tensors of a really allocated cache after a few tokens.
 
     Returns:
-        `bytes_held` in the run's dtype, `bytes_accounted` at 2 bytes per element and `element_bytes` of the
-        run. `full` holds `reference_length` tokens: what its cache grew by per token, times that.
+        `bytes_held` and, of an evicting policy, `peak_bytes` in the run's dtype, `bytes_accounted` at 2 bytes
+        per element and `element_bytes` of the run. `full` holds `reference_length` tokens: what its cache
+        grew by per token, times that.
     """
     parameter = next(model.parameters())
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=parameter.device)
@@ -238,6 +240,10 @@ def measured_bytes(
                 ),
                 "element_bytes": element,
             }
+        rule = contestant.policy.layer_scorer(0)
+        if isinstance(rule, StepwiseRule):  # a prompt that is held whole must be over
+            tokens = max(tokens, rule.prompt_tokens(contestant.policy.budget) + 1)
+            ids = ids[:, :1].expand(-1, tokens)
         shape = (len(policy.scorers), 1, policy.layer_scorer(0).num_heads, tokens)
         nothing = torch.zeros(shape, device=parameter.device)
         with contestant.active(model, nothing, torch.zeros_like(ids)) as active:
@@ -245,6 +251,7 @@ def measured_bytes(
             active(input_ids=ids, use_cache=True, **{cache_keyword(active): bounded})
             return {
                 "bytes_held": bounded.bytes_held(),
+                "peak_bytes": bounded.peak_bytes(),
                 "bytes_accounted": contestant.policy.bytes_per_sequence(),
                 "element_bytes": element,
             }

@@ -71,6 +71,17 @@ class StepwiseRule(Scorer):
         """
         return budget.sink, budget.window - 1
 
+    def prompt_tokens(self, budget: Budget) -> int:
+        """First tokens of a text that are all held until the last of them is in; 0 = no such exemption.
+
+        Before the next token `keep_of_prompt` cuts them down to `budget.total - 1`. At least the budget.
+        """
+        return 0
+
+    def keep_of_prompt(self, held: Held, budget: Budget) -> Tensor:
+        """bool [B, P, S], `budget.total - 1` slots to keep; slot j holds token j."""
+        raise NotImplementedError
+
     def new_notes(self, batch: int, heads: int, slots: int, like: Tensor) -> dict[str, Tensor]:
         """Zeros for `Held.notes`, on the device and in the dtype of `like` (float32 or float64)."""
         return {}
@@ -147,15 +158,53 @@ def make_room(rule: StepwiseRule, held: Held, budget: Budget, seen: Tensor) -> t
     Returns:
         slot and the position it holds (-1 = it was empty), int64 [B, P] each.
     """
-    slots = held.position.shape[-1]
+    empty = held.position == EMPTY
+    slots, prompt = held.position.shape[-1], rule.prompt_tokens(budget)
+    if prompt:
+        limit = torch.where(seen < prompt, slots, budget.total)
+        full = (~empty).sum(-1) >= limit[:, None]
+        # Until the prompt is cut, slot j is token j's.
+        free = torch.where((seen < prompt)[:, None], seen[:, None], held.position.argmin(-1))
+    else:
+        full = (seen >= slots)[:, None]
+        free = seen[:, None].clamp(max=slots - 1)
     first, newest = rule.protected(budget)
-    spared = (held.position < first) | (held.position >= (seen - newest)[:, None, None])
+    spared = empty | (held.position < first) | (held.position >= (seen - newest)[:, None, None])
     value = rule.value_of(held, seen - 1).masked_fill(spared, torch.inf)
     lowest = value.amin(-1, keepdim=True)
     victim = torch.where((value == lowest) & ~spared, held.position, _FAR).argmin(-1)
-    full = (seen >= slots)[:, None]
-    slot = torch.where(full, victim, seen[:, None].clamp(max=slots - 1))
+    slot = torch.where(full, victim, free)
     return slot, torch.where(full, held.position.gather(-1, slot[..., None])[..., 0], EMPTY)
+
+
+def cut_prompt(rule: StepwiseRule, held: Held, budget: Budget, due: Tensor | None) -> Tensor:
+    """Drops what the rule does not keep of a prompt that is in, in the rows `due` (bool [B]; None = all).
+
+    Returns:
+        int64 [B, P, S]: positions that were dropped, -1 elsewhere.
+    """
+    dropped = (held.position != EMPTY) & ~rule.keep_of_prompt(held, budget)
+    if due is not None:
+        dropped &= due[:, None, None]
+    lost = held.position.masked_fill(~dropped, EMPTY)
+    held.position.masked_fill_(dropped, EMPTY)
+    for note in held.notes.values():
+        note.masked_fill_(dropped, 0.0)
+    return lost
+
+
+def shrunk(held: Held, slots: int) -> Held:
+    """A copy with `slots` slots; no head holds more than that."""
+    order = (held.position == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)[..., :slots]
+
+    def pick(x: Tensor) -> Tensor:
+        index = order.expand(-1, x.shape[1], -1)
+        if x.dim() == 4:
+            return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
+        return x.gather(2, index)
+
+    notes = {name: pick(note) for name, note in held.notes.items()}
+    return Held(pick(held.keys), pick(held.values), pick(held.position), notes, held.state)
 
 
 def place(held: Held, slot: Tensor, key: Tensor, value: Tensor, seen: Tensor, active: Tensor | None) -> None:
@@ -235,7 +284,8 @@ def eviction_times(
     heads = key.shape[1]
     row, index, count = _texts(document_ids, query.shape[0], query.shape[2], key.device)
     texts, length = index.shape
-    slots = min(budget.total, max(length, 1))
+    prompt = rule.prompt_tokens(budget)
+    slots = min(max(budget.total, prompt), max(length, 1))
     whole = document_ids is None
     held = new_held(rule, slots, key[row, :, :1], value[row, :, :1])
     out = torch.full((texts, heads, length + 1), NEVER, dtype=torch.int64, device=key.device)
@@ -244,13 +294,20 @@ def eviction_times(
             at = index[:, i]
             q, k, v = (x[:, :, i] if whole else x[row, :, at] for x in (query, key, value))
             seen = torch.full_like(count, i)
+            if prompt and i == prompt:
+                lost = cut_prompt(rule, held, budget, None).expand(-1, heads, -1)
+                # Texts that end before it lose nothing.
+                late = (i < count)[:, None, None] & (lost != EMPTY)
+                out.scatter_(2, torch.where(late, lost, length), at[:, None, None].expand_as(lost))
+                held, slots = shrunk(held, budget.total), 0
             if i < slots:
                 slot = torch.full_like(held.position[..., 0], i)
             else:
                 slot, lost = make_room(rule, held, budget, seen)
-                time = torch.where(i < count, at, NEVER)[:, None, None].expand(-1, heads, 1)
-                # Past a text's end its last place is written again and again: column `length` is a dummy.
-                place_of = torch.where((i < count)[:, None], lost, length).expand(-1, heads)[..., None]
+                time = at[:, None, None].expand(-1, heads, 1)
+                # What did not happen goes to column `length`, which nobody reads.
+                happened = (i < count)[:, None] & (lost != EMPTY)
+                place_of = torch.where(happened, lost, length).expand(-1, heads)[..., None]
                 out.scatter_(2, place_of, time)
             place(held, slot, k, v, seen, None)
             look(rule, held, q, seen, scale, None)

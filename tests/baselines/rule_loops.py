@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 STATIC = ("streaming_llm", "random", "key_norm", "oracle", "random+decay", "key_norm+decay")
-STEPWISE = ("tova", "tova_head", "h2o", "h2o_mean", "attention_ema", "keydiff", "expected_attention")
+STEPWISE = (
+    "tova",
+    "tova_head",
+    "h2o",
+    "h2o_mean",
+    "attention_ema",
+    "keydiff",
+    "expected_attention",
+    "snapkv",
+)
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -55,6 +64,7 @@ class Loop:
         self.heads, self.length, self.dim = key.shape
         self.group = query.shape[0] // self.heads
         self.plain: list[list[Tensor]] = [[] for _ in query]  # queries before RoPE, where a rule asks
+        self.attended: list[tuple[int, int, list[dict[int, float]]]] = []
 
     def run(self) -> list[list[set[int]]]:
         held: list[list[int]] = [[] for _ in range(self.heads)]
@@ -75,21 +85,46 @@ class Loop:
                     mean = sum(shared) / len(shared)
                     if self.name == "tova":
                         memory[h][j] = sum(a[j] for a in attention) / len(attention)
-                    elif self.name == "tova_head":
+                    elif self.name in ("tova_head", "snapkv"):
                         memory[h][j] = mean
                     elif self.name in ("h2o", "h2o_mean"):
                         memory[h][j] += mean
                     elif self.name == "attention_ema":
                         memory[h][j] = self.options["averaging"] * memory[h][j] + mean
             for h in range(self.heads):
+                if self.name == "snapkv" and i < self.options["prompt_length"] - 1:
+                    self.attended.append((h, i, [attention[g] for g in self.group_of(h)]))
+                    continue
+                if self.name == "snapkv" and i == self.options["prompt_length"] - 1:
+                    self.attended.append((h, i, [attention[g] for g in self.group_of(h)]))
+                    if len(held[h]) >= self.budget.total:
+                        held[h] = self.snap(h, i + 1)
+                        continue
                 if len(held[h]) == self.budget.total:
                     held[h].remove(self.victim(h, i, held[h], memory[h]))
         return sees
 
+    def group_of(self, h: int) -> range:
+        return range(h * self.group, (h + 1) * self.group)
+
+    def snap(self, h: int, length: int) -> list[int]:
+        """SnapKV's choice at the end of a prompt: `total - 1` keys, its newest ones among them."""
+        observed, pool = self.options["observed"], self.options["pool"]
+        recent = min(observed, self.budget.total // 2)
+        mean = [0.0] * (length - recent)
+        for head, i, groups in self.attended:
+            if head == h and i >= length - observed:
+                for j in range(min(len(mean), i + 1)):
+                    mean[j] += sum(a[j] for a in groups) / len(groups) / observed
+        half = pool // 2
+        pooled = [sum(mean[max(0, j - half) : j + half + 1]) / pool for j in range(len(mean))]
+        best = sorted(range(len(mean)), key=lambda j: (pooled[j], j), reverse=True)
+        return sorted(best[: self.budget.total - 1 - recent]) + list(range(length - recent, length))
+
     def victim(self, h: int, i: int, held: list[int], memory: dict[int, float]) -> int:
         """Lowest value among those not protected; the oldest among equals."""
         total = self.budget.total
-        if self.name in ("tova", "tova_head"):
+        if self.name in ("tova", "tova_head", "snapkv"):
             free = [j for j in held if j != i]
         elif self.name in ("h2o", "h2o_mean"):
             free = sorted(held)[: len(held) - total // 2]

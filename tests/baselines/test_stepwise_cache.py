@@ -24,9 +24,13 @@ STEPWISE = [
 TIGHT = 1e-8
 
 
+# A prompt shorter than the tests' texts, so that it is cut inside them.
+OPTIONS: dict[str, dict] = {"snapkv": {"prompt_length": 17, "observed": 4, "pool": 3}}
+
+
 def make(name: str, family: str = "llama", *, group: int = 3, budget: Budget = BUDGET, dtype=torch.float64):
     model = tiny_model(family, kv_heads=2, group=group, seed=group)
-    return retrofit(model, budget, policy=name).to(dtype)
+    return retrofit(model, budget, policy=name, **OPTIONS.get(name, {})).to(dtype)
 
 
 def batch(length: int = 40) -> tuple[Tensor, Tensor]:
@@ -132,7 +136,7 @@ def test_map_of_a_layer_is_what_the_model_does(name: str) -> None:
     with torch.no_grad(), observe(model, seen.append):
         model(ids, attention_mask=mask, use_cache=False)
     first = seen[0]
-    options = {}
+    options = dict(OPTIONS.get(name, {}))
     if get(name).reads_rope:
         options["inv_freq"] = model.model.rotary_emb.inv_freq.tolist()
     kept = retention_map(
@@ -149,7 +153,7 @@ def test_bytes_are_those_of_the_tensors(name: str) -> None:
     """What is stated is what is allocated, and at equal bytes no rule holds more than a stateless one."""
     model = make(name, dtype=torch.float32)
     cache = BoundedCache(model)
-    decode(cache, model, batch(12)[0][:1], None, 12)
+    decode(cache, model, batch(20)[0][:1], None, 12)
     assert cache.bytes_held() == model.kvpop.bytes_per_sequence(element_bytes=4)
     assert cache.bytes_held(element_bytes=2) == model.kvpop.bytes_per_sequence()
     shape = {"num_layers": 3, "num_heads": 2, "head_dim": 16, "hidden_size": 8}
