@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from kvpop_lightning.config import schema
+from kvpop_lightning.config import schema, schema_sweeps
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def _default(item: Field[Any]) -> Any:
 @cache
 def _docs() -> dict[str, dict[str, str]]:
     """The string under each field, read from the source: attribute docstrings do not exist at run time."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    sources = [Path(module.__file__).read_text(encoding="utf-8") for module in (schema, schema_sweeps)]
     docs: dict[str, dict[str, str]] = {}
-    for node in tree.body:
+    for node in (node for source in sources for node in ast.parse(source).body):
         if isinstance(node, ast.ClassDef):
             texts = docs.setdefault(node.name, {})
             for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
