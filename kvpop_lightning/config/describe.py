@@ -91,7 +91,7 @@ def _default(item: Field[Any]) -> Any:
 @cache
 def _docs() -> dict[str, dict[str, str]]:
     """The string under each field, read from the source: attribute docstrings do not exist at run time."""
-    sources = [Path(module.__file__).read_text(encoding="utf-8") for module in (schema, schema_sweeps)]
+    sources = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (schema, schema_sweeps)]
     docs: dict[str, dict[str, str]] = {}
     for node in (node for source in sources for node in ast.parse(source).body):
         if isinstance(node, ast.ClassDef):

@@ -59,4 +59,4 @@ def test_mistakes(
 
 def test_help_names_the_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--help"]) == 0
-    assert "usage: kvpop sweep NAME [--worker] [key=value ...]" in capsys.readouterr().out
+    assert "usage: kvpop sweep NAME [--worker] [--report] [key=value ...]" in capsys.readouterr().out
