@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import sweep_cases
 
+from kvpop_lightning import cli
 from kvpop_lightning.sweeps import report
+from kvpop_lightning.sweeps.driver import run_sweep
 from kvpop_lightning.sweeps.report import report_files, write_report
 from kvpop_lightning.sweeps.report_data import DECAY, TOPK, contour_pair, importances, view_of
 
@@ -163,3 +167,19 @@ def test_without_plotly_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.
 def test_a_report_that_fails_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw_all", lambda *_: 1 / 0)
     assert report_files(study_of(surface()), "mine", ["kl"], tmp_path) == []
+
+
+def test_the_command_reports_a_study_as_it_is(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep_cases.write(project)
+    words = ["storage=journal", "sweep.heartbeat_s=1"]
+    run_sweep(sweep_cases.config_of("mine", words), words, command=sweep_cases.FAKE)
+    folder = Path("runs/sweeps/mine")
+    assert (folder / "report" / "report.html").exists(), "a sweep ends with its report"
+    shutil.rmtree(folder / "report")
+    capsys.readouterr()
+    assert cli.main(["sweep", "mine", "--report", *words]) == 0
+    assert "runs/sweeps/mine/report/report.html" in capsys.readouterr().out
+    assert json.loads((folder / "report" / "report.json").read_text())["states"] == {"complete": 5}
+    page_of(folder)
+    assert cli.main(["sweep", "mine", "--report", "sweep.study=other", *words]) == 2
+    assert "there is no study 'other'" in capsys.readouterr().err
