@@ -135,14 +135,22 @@ class Evaluation:
         if not waiting:
             return
         chunk = self.config.eval.kl_chunk
-        dense = dense_row(self.model, self.batch(row), self.settings, chunk=chunk)
+        longest = max((c.policy.budget.total for c in waiting if c.policy is not None), default=0)
+        dense = dense_row(self.model, self.batch(row), self.settings, chunk=chunk, prefix_tokens=longest)
         for contestant in waiting:
             if contestant.policy is None:
                 record = dense_record(dense)
             else:
                 keep = self._keep_pattern(contestant) if row == 0 else None
                 with contestant.active(self.model, dense.layer_targets(), dense.document_ids) as model:
-                    record = policy_record(model, dense, self.settings, chunk=chunk, on_eviction=keep)
+                    record = policy_record(
+                        model,
+                        dense,
+                        self.settings,
+                        chunk=chunk,
+                        on_eviction=keep,
+                        reuse_prefix=contestant.model is None,
+                    )
             yield contestant, self.store.put(contestant.label, row, contestant.key, record)
 
     def _pattern_file(self, contestant: Contestant) -> Path:

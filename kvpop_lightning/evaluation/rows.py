@@ -7,6 +7,7 @@ log-probabilities of a row exist once and are dropped before the next row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvpop_lightning.evaluation.metrics import (
     teacher_logits,
     token_metrics,
 )
-from kvpop_lightning.models import dense, observe
+from kvpop_lightning.models import LayerPrefix, after_prefix, dense, observe
 from kvpop_lightning.policy import (
     Budget,
     Decisions,
@@ -78,12 +79,27 @@ class DenseRow:
     probability: Tensor
     """float32 [L, Hq, N, T], dense attention of those queries."""
     layers: int
+    hidden: Tensor
+    """[1, S, Hid], the dense model's last hidden states of the first S tokens."""
+    prefix: list[LayerPrefix] = field(default_factory=list)
+    """What each layer computed for those S tokens; empty when S = 0."""
     decisions: dict[Any, Decisions] = field(default_factory=dict)
     """Teacher's decisions by (decay, decay step, budget), shared by the policies that have them in common."""
 
     @property
     def document_ids(self) -> Tensor:
         return self.batch["document_ids"]
+
+    def prefix_of(self, tokens: int) -> list[LayerPrefix]:
+        """The layers' prefix cut to `tokens` (or S) tokens; empty = nothing is known."""
+        length = min(tokens, self.hidden.shape[1])
+        return [
+            LayerPrefix(
+                p.query[:, :, :length], p.key[:, :, :length], p.value[:, :, :length], p.hidden[:, :length]
+            )
+            for p in self.prefix
+            if length
+        ]
 
     def layer_targets(self) -> Tensor:
         """[L, 1, Hkv, T], as the oracle takes them."""
@@ -104,7 +120,13 @@ def _mass_queries(positions: Tensor, wanted: int, row_elements: int, limit_bytes
 
 @torch.no_grad()
 def dense_row(
-    model: nn.Module, batch: Batch, settings: RowSettings, *, chunk: int = 128, limit_bytes: int = 1 << 29
+    model: nn.Module,
+    batch: Batch,
+    settings: RowSettings,
+    *,
+    chunk: int = 128,
+    limit_bytes: int = 1 << 29,
+    prefix_tokens: int = 0,
 ) -> DenseRow:
     """One dense forward of a row and all that policies are compared with.
 
@@ -112,7 +134,11 @@ def dense_row(
         model: a retrofitted model in evaluation mode; it runs dense here.
         batch: one row with a batch dimension, on the model's device.
         chunk: positions whose logits exist at once.
-        limit_bytes: most bytes kept for the log-probabilities, and as many again for the attention rows.
+        limit_bytes: most bytes kept for the log-probabilities, as many again for the attention rows and for
+            the prefix.
+        prefix_tokens: first tokens of the row whose activations are kept, so that policies of at least as
+            many keys need not compute them again (`policy_record(reuse_prefix=True)`); fewer if they do not
+            fit.
 
     Raises:
         ValueError: the row has no supervised position from `settings.first_position` on.
@@ -128,9 +154,11 @@ def dense_row(
     targets: list[tuple[Tensor, Tensor]] = []
     probabilities: list[Tensor] = []
     mass_positions = positions
+    prefix: list[LayerPrefix] = []
+    length = min(prefix_tokens, document.numel() - 1)
 
     def keep(seen: Any) -> None:
-        nonlocal mass_positions
+        nonlocal mass_positions, length
         targets.append(
             future_attention_target(
                 seen.query,
@@ -144,6 +172,18 @@ def dense_row(
         if not probabilities:
             size = len(seen.query[0]) * document.numel() * int(model.config.num_hidden_layers)  # type: ignore
             mass_positions = _mass_queries(positions, settings.mass_queries, size, limit_bytes)
+            token_bytes = sum(t[0].nbytes for t in (seen.query, seen.key, seen.value, seen.hidden))
+            token_bytes = token_bytes * int(model.config.num_hidden_layers) // document.numel()  # type: ignore
+            length = min(length, limit_bytes // token_bytes)
+        if length:
+            prefix.append(
+                LayerPrefix(  # copies: a view would keep the whole row alive
+                    seen.query[:, :, :length].clone(),
+                    seen.key[:, :, :length].clone(),
+                    seen.value[:, :, :length].clone(),
+                    seen.hidden[:, :length].clone(),
+                )
+            )
         probabilities.append(
             dense_attention_rows(
                 seen.query[0], seen.key[0], mass_positions, scale=seen.scale, document_ids=document
@@ -151,7 +191,8 @@ def dense_row(
         )
 
     with dense(model), observe(model, keep):
-        hidden = last_hidden(model, batch)[0, positions]
+        last = last_hidden(model, batch)
+    hidden = last[0, positions]
     weight, bias = _head_weights(model)
     logits = teacher_logits(hidden, weight, bias, chunk=chunk, keep_bytes=limit_bytes)
     next_token = batch["input_ids"][0, positions + 1]
@@ -166,6 +207,8 @@ def dense_row(
         mass_positions=mass_positions,
         probability=torch.stack(probabilities),
         layers=len(targets),
+        hidden=last[:, :length].clone(),
+        prefix=prefix,
     )
 
 
@@ -207,17 +250,20 @@ def policy_record(
     *,
     chunk: int = 128,
     on_eviction: Callable[[Tensor], None] | None = None,
+    reuse_prefix: bool = False,
 ) -> Record:
     """One sparse forward of the model under its current policy, against the dense row.
 
     Args:
         model: retrofitted, `model.kvpop` the policy to judge.
         on_eviction: called with the eviction times int64 [L, Hkv, T].
+        reuse_prefix: take the row's first tokens from the dense forward. Right only where the base's weights
+            are the dense row's, and then exact: nothing is evicted before a query has seen B keys.
 
     Returns:
         `row, kl, top1, nll, positions`; `retained_mass` [L, Hq]; `boundary_accuracy`,
-        `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined; absent under a stepwise
-        rule, which has no priorities).
+        `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined; absent under a
+        stepwise rule, which has no priorities).
     """
     scores: list[Tensor] = []
     priorities: list[Tensor] = []
@@ -228,14 +274,22 @@ def policy_record(
         priorities.append(seen.priority)
         evictions.append(seen.eviction)
 
-    with observe(model, keep):
-        hidden = last_hidden(model, row.batch)[0, row.positions]
+    policy: Any = model.kvpop
+    known = row.prefix_of(policy.budget.total) if reuse_prefix else []
+    with ExitStack() as modes:
+        modes.enter_context(observe(model, keep))
+        if known:
+            modes.enter_context(after_prefix(model, known))
+        last = last_hidden(model, row.batch)
+    if known:
+        last = torch.cat([row.hidden[:, : known[0].length], last], 1)
+        assert int(torch.cat(evictions).min()) >= known[0].length, "a key was evicted within its budget"
+    hidden = last[0, row.positions]
     weight, bias = _head_weights(model)
     metrics = token_metrics(hidden, row.logits, row.next_token, weight, bias, chunk=chunk)
     eviction = torch.cat(evictions)  # [L, Hkv, T]: one row, so the batch axis takes the layers
     if on_eviction is not None:
         on_eviction(eviction)
-    policy: Any = model.kvpop
     record = {
         "row": int(row.batch["row"][0]),
         "kl": metrics.kl,

@@ -76,8 +76,16 @@ def kvpop_attention(
 def _parallel(
     call: ForwardContext, layer: int, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float
 ) -> Tensor:
-    """A whole row at once, dense or sparse, and what observers want to see of it."""
+    """A whole row at once, dense or sparse, and what observers want to see of it.
+
+    After a prefix (`modes.after_prefix`) query, key, value and hidden are of the tokens behind it, and so is
+    the result; decisions and observers still have the whole row.
+    """
     assert call.segments is not None
+    start = 0
+    if call.mode.prefix is not None:
+        start = call.mode.prefix[layer].length
+        query, key, value, hidden = call.mode.prefix[layer].extended(query, key, value, hidden)
     eviction: Tensor | None = None
     score: Tensor | None = None
     priority: Tensor | None = None
@@ -120,7 +128,7 @@ def _parallel(
                 eviction=eviction,
             )
         )
-    return out
+    return out[:, :, start:]
 
 
 def _decide(

@@ -67,6 +67,34 @@ class Observer:
 
 
 @dataclass(frozen=True)
+class LayerPrefix:
+    """What one layer computed for the first P tokens of every row, taken from a `LayerObservation`."""
+
+    query: Tensor
+    """[B, Hq, P, D], after RoPE."""
+    key: Tensor
+    """[B, Hkv, P, D], after RoPE."""
+    value: Tensor
+    """[B, Hkv, P, D]."""
+    hidden: Tensor
+    """[B, P, Hid]."""
+
+    @property
+    def length(self) -> int:
+        """P, in tokens."""
+        return self.key.shape[2]
+
+    def extended(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> list[Tensor]:
+        """The whole row's tensors, given those of the tokens after the prefix."""
+        return [
+            torch.cat([self.query, query], 2),
+            torch.cat([self.key, key], 2),
+            torch.cat([self.value, value], 2),
+            torch.cat([self.hidden, hidden], 1),
+        ]
+
+
+@dataclass(frozen=True)
 class Mode:
     """How the model runs now; the context managers of `modes.py` set it for a while."""
 
@@ -74,6 +102,8 @@ class Mode:
     replay: tuple[Tensor, ...] | None = None
     """Eviction times imposed on the parallel forward, int64 [B, Hkv, T] per layer."""
     observers: tuple[Observer, ...] = ()
+    prefix: tuple[LayerPrefix, ...] | None = None
+    """What the layers computed for the first tokens of the rows: the forward starts after them."""
 
 
 @dataclass(frozen=True)

@@ -113,12 +113,15 @@ def _parallel_call(
         segments=find_segments(document_ids, batch=batch, length=length),
     )
     keep_cache = runtime.mode.dense and call.get("use_cache")
-    return {
-        "kvpop": context,
-        "attention_mask": None,
-        "position_ids": position if position_ids is None else position_ids,
-        "use_cache": bool(keep_cache),
-    }
+    rope = position if position_ids is None else position_ids
+    changed = {"kvpop": context, "attention_mask": None, "use_cache": bool(keep_cache)}
+    if runtime.mode.prefix is None:
+        return changed | {"position_ids": rope}
+    start = runtime.mode.prefix[0].length
+    if start >= length:
+        raise ValueError(f"after_prefix: rows of {length} tokens are not longer than the prefix of {start}")
+    given = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
+    return changed | {"position_ids": rope[:, start:], given: call[given][:, start:]}
 
 
 def _dense_on_cache(

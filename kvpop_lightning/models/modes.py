@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvpop_lightning.models.context import LayerObservation, Observer, runtime_of
+from kvpop_lightning.models.context import LayerObservation, LayerPrefix, Observer, runtime_of
 
 
 @contextmanager
@@ -59,6 +59,30 @@ def replay(model: nn.Module, eviction_times: Sequence[Tensor]) -> Iterator[nn.Mo
             f"got {len(times)} of shapes {shapes}"
         )
     with _mode(model, dense=False, replay=times):
+        yield model
+
+
+@contextmanager
+def after_prefix(model: nn.Module, prefix: Sequence[LayerPrefix]) -> Iterator[nn.Module]:
+    """Inside, a parallel forward over whole rows computes only the tokens behind a known prefix.
+
+    The model is called with whole rows as ever; its hidden states and logits are those of the tokens from P
+    on. Exact as long as the prefix is what the model itself would compute there: a query that has seen at
+    most B tokens has lost none, so the first B tokens of a row are the dense forward's under any policy of B
+    keys.
+
+    Args:
+        model: retrofitted.
+        prefix: one `LayerPrefix` of P tokens per layer, of the same rows.
+
+    Raises:
+        ValueError: not retrofitted, another number of layers than the model's; at the forward: rows that are
+            not longer than the prefix.
+    """
+    layers = len(runtime_of(model).policy.decay)
+    if len(prefix) != layers:
+        raise ValueError(f"after_prefix needs one LayerPrefix per layer, {layers}, got {len(prefix)}")
+    with _mode(model, prefix=tuple(prefix)):
         yield model
 
 

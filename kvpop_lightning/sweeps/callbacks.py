@@ -140,14 +140,14 @@ class MeasureObjective(pl.Callback):
 
         (model,) = self._model
         settings, chunk = row_settings(self.config), self.config.eval.kl_chunk
+        total, frozen = self.config.eval.budgets[0], self.config.trainer.base == "frozen"
         was_training = model.training
         model.eval()
         try:
             device = next(model.parameters()).device
             while len(self._dense) < self.count:
                 batch = to_device(collate([self.rows[len(self._dense)]]), device)
-                self._dense.append(dense_row(model, batch, settings, chunk=chunk))
-            total = self.config.eval.budgets[0]
+                self._dense.append(dense_row(model, batch, settings, chunk=chunk, prefix_tokens=total))
             policy = at_budget(
                 model.kvpop,
                 budget_of(self.config, total),
@@ -158,7 +158,7 @@ class MeasureObjective(pl.Callback):
             records = []
             for dense in self._dense:
                 with contestant.active(model, dense.layer_targets(), dense.document_ids) as active:
-                    records.append(policy_record(active, dense, settings, chunk=chunk))
+                    records.append(policy_record(active, dense, settings, chunk=chunk, reuse_prefix=frozen))
                 dense.decisions.clear()
         finally:
             model.train(was_training)

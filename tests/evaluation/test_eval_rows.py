@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import scipy.stats
 import torch
@@ -83,6 +85,50 @@ def test_token_metrics_equal_full_logits(model, policy, documents, padding):
     assert record["row"] == 5
     dense_nll = -log_p[wanted].gather(-1, ids[torch.tensor(wanted) + 1, None]).mean().item()
     assert dense_record(row)["nll"] == pytest.approx(dense_nll, rel=1e-5)
+
+
+@pytest.mark.parametrize(("documents", "padding"), [((T,), 0), ((9, 30, 33), 0), ((37, 20), 15)])
+@pytest.mark.parametrize(("topk", "limit"), [(5, 1 << 29), (17, 1 << 29), (200, 1 << 29), (17, 10_000)])
+@pytest.mark.parametrize("policy", ["random+decay", "oracle", "kvpop_mlp", "kvpop_mlstm"])
+@torch.no_grad()
+def test_the_first_tokens_may_come_from_the_dense_forward(model, policy, topk, limit, documents, padding):
+    """Nothing is evicted before a query has seen B keys: reuse changes no decision and no value."""
+    retrofit(model, Budget(2, 6, topk), policy=policy, inputs="kv_hidden", memory_dim=4, value_dim=4)
+    batch, times = make_batch(documents, padding), []
+    row = dense_row(model, batch, SETTINGS, limit_bytes=limit, prefix_tokens=model.kvpop.budget.total)
+    if policy == "oracle":
+        for scorer, target in zip(model.kvpop.scorers, row.layer_targets(), strict=True):
+            scorer.set_scores(target, row.document_ids)
+    assert row.prefix[0].length == min(10_000 // 768 if limit == 10_000 else 8 + topk, T - 1)
+    calls = []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: calls.append(out.shape[1]))
+    plain = policy_record(model, row, SETTINGS, on_eviction=times.append)
+    reused = policy_record(model, row, SETTINGS, on_eviction=times.append, reuse_prefix=True)
+    hook.remove()
+    assert calls == [T, T - row.prefix[0].length]  # and the work is really saved
+    assert torch.equal(*times)
+    assert plain.keys() == reused.keys()
+    for name in plain:
+        torch.testing.assert_close(
+            torch.as_tensor(reused[name]), torch.as_tensor(plain[name]), atol=2e-5, rtol=1e-4, equal_nan=True
+        )
+
+
+@torch.no_grad()
+def test_a_prefix_that_a_policy_already_evicts_from_is_caught(model):
+    retrofit(model, Budget(2, 6, 5), policy="random")
+    row = dense_row(model, make_batch(), SETTINGS, prefix_tokens=30)
+    policy = model.kvpop
+    wrong = SimpleNamespace(total=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(policy.budget), "total", property(lambda self: wrong.total))
+        patch.setattr(
+            policy,
+            "eviction_times",
+            lambda *a, **k: (torch.full((1, HKV, T), 14), *[torch.zeros(1, HKV, T)] * 2),
+        )
+        with pytest.raises(AssertionError, match="within its budget"):
+            policy_record(model, row, SETTINGS, reuse_prefix=True)
 
 
 @torch.no_grad()
