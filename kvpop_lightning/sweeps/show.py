@@ -48,6 +48,7 @@ class SweepScreen:
         self._ended: deque[TrialView] = deque(maxlen=KEPT)
         self._best: dict[str, Any] | None = None
         self._progress = Progress(0)
+        self._ended_since = 0
         self._started = time.monotonic()
         self._finished_before: int | None = None
         self._live: Live | None = None
@@ -72,6 +73,7 @@ class SweepScreen:
             else:
                 self._running.pop(view.number, None)
                 self._ended.append(view)
+                self._ended_since += view.state in (trials.FINISHED, trials.PRUNED)
                 line = self._end_line(view)
         if line is not None and (self._live is None or view.message):
             self.console.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -81,7 +83,7 @@ class SweepScreen:
         with self._lock:
             if self._finished_before is None:
                 self._finished_before = progress.finished
-            self._progress, self._best = progress, best
+            self._progress, self._best, self._ended_since = progress, best, 0
 
     def headline(self) -> str:
         """`smoke  5/8 trials  1 running  2:10, about 1:20 left`."""
@@ -106,7 +108,7 @@ class SweepScreen:
         p = self._progress
         values = "  ".join(f"{name} {value:.5g}" for name, value in view.values.items())
         head = f"trial {view.number} {view.state} in {clock(view.seconds or 0)}"
-        done = f"[{p.finished}/{p.total} before it]"
+        done = f"[{min(p.finished + self._ended_since, p.total)}/{p.total} done]"
         return "  ".join(part for part in (head, values, _point_text(view.point), done) if part) + (
             f"\n  {view.message}".replace("\n", "\n  ") if view.message else ""
         )
