@@ -257,7 +257,7 @@ class TrackingConfig:
     retry_s: float = 60.0
     """Seconds before a server that did not answer is asked again."""
     final_wait_s: float = 10.0
-    """Seconds a run waits at its end for a server that is away; `kvpop runs send` sends later what is left."""
+    """Seconds a run waits at its end for a server that is away; `kvpop runs send` sends the rest later."""
     checkpoints: str = "policy"
     """Kept as artifacts: `none`, `policy` = the trained scorers, `all` = the newest checkpoint and a trained
     base too."""
