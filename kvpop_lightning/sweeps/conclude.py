@@ -41,8 +41,6 @@ class Conclusion:
 
     def rescored(self) -> list[dict[str, Any]]:
         """`best.json`: the best trials and the baseline on `rescore.rows` rows, best first."""
-        count = len(best_trials.to_rescore(self.study, self.plan.sweep))
-        print(f"{count} trials measured again on {self.plan.sweep.rescore_rows} rows", flush=True)
         return best_trials.rescore(self.study, self.plan.sweep, self._measure_again)
 
     def confirmed(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -79,6 +77,8 @@ class Conclusion:
     def _measure_again(
         self, chosen: Sequence[Any], objective: Objective
     ) -> Iterator[tuple[Any, TrialResult]]:
+        if chosen:
+            print(f"{len(chosen)} trials are measured again on {objective.rows} rows", flush=True)
         for trial, result in self._side_by_side(chosen, lambda t, gpu: self._evaluate(t, objective, gpu)):
             self._tell(f"trial {trial.number}", result, objective)
             yield trial, result

@@ -221,13 +221,13 @@ def _become_trial(request: Mapping[str, Any]) -> None:
     code = 1
     try:
         os.setsid()
+        os.chdir(request["cwd"])  # the paths are relative to the sweep's folder of today
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
         os.environ.clear()
         os.environ.update(request["env"])
-        os.chdir(request["cwd"])
         time.tzset()
         if threads := os.environ.get("OMP_NUM_THREADS"):
             import torch

@@ -128,7 +128,8 @@ class Worker:
             run_dir=result.run_dir,
             name=result.name,
         )
-        view.state, view.message, view.seconds = state, message, result.seconds
+        view.state, view.seconds = state, result.seconds
+        view.message = "" if state == trials.PRUNED else message  # the state says it
         view.values = result.values
         if state not in (trials.FINISHED, trials.PRUNED) and result.last_lines:
             view.message = f"{message}\n{result.last_lines}"

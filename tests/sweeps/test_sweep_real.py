@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import sweep_cases
 from mlflow.tracking import MlflowClient
 from real_runs import check_runs, finish, runs, start
 
-from kvpop_lightning.sweeps import exit_codes
+from kvpop_lightning.sweeps import exit_codes, worker
+from kvpop_lightning.sweeps.driver import run_sweep
 from kvpop_lightning.sweeps.objective import Objective
 from kvpop_lightning.sweeps.trial import CHILD, TrialResult, run_trial
 
@@ -60,6 +63,28 @@ def test_the_shipped_smoke_sweep(project: Path) -> None:
     assert again.state == "finished", again.last_lines
     assert again.values["kl"] == pytest.approx(best[0]["values"]["kl"], rel=1e-6)
     assert point["policy.decay"] < 1.0
+
+
+def test_five_trials_in_a_row_leave_the_parents_memory_flat(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rescore = {"best": 0, "rows": 2}
+    sweep_cases.write(project, overrides=[*WORDS[1:], "trainer.progress=false"], rescore=rescore)
+    used: list[int] = []
+    process = psutil.Process()
+
+    def and_look(*arguments: Any, **options: Any) -> TrialResult:
+        result = run_trial(*arguments, **options)
+        used.append(process.memory_info().rss)
+        return result
+
+    monkeypatch.setattr(worker, "run_trial", and_look)
+    words = ["trials=7"]
+    outcome = run_sweep(sweep_cases.config_of("mine", words), words)
+    assert [entry["state"] for entry in outcome.table] == ["complete"] * 7
+    growth = used[-1] - used[1]  # the first two load what is loaded late
+    assert len(used) == 7
+    assert growth < 4e6, f"{growth / 1e6:.1f} MB in five trials"
 
 
 def test_a_fork_of_the_server_and_a_process_of_its_own_agree(project: Path) -> None:
