@@ -15,7 +15,7 @@ from kvpop_lightning.policy.eviction import eviction_time
 from kvpop_lightning.policy.priority import priority_at
 from kvpop_lightning.policy.scorers import Scorer, build_scorer
 from kvpop_lightning.policy.stepwise import StepwiseRule
-from kvpop_lightning.policy.stepwise import eviction_times as stepwise_eviction_times
+from kvpop_lightning.policy.stepwise_parallel import eviction_times as stepwise_eviction_times
 
 Decay = float | Sequence[float] | Sequence[Sequence[float]] | Tensor
 

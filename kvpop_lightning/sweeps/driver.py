@@ -36,8 +36,7 @@ from kvpop_lightning.tracking.registry import register_trained
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-COUNT_S = 2.0
+LOOK_S, COUNT_S = 0.2, 2.0
 
 
 @dataclass
@@ -322,8 +321,8 @@ def run_sweep(
 def _thread_share(workers: int) -> int:
     try:
         cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        cores = os.cpu_count() or 1
+    except AttributeError:
+        cores = os.cpu_count() or 1  # not on Linux
     return max(1, cores // workers)
 
 
