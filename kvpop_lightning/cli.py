@@ -154,7 +154,8 @@ def _report(error: BaseException, call: Call | None) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
-        again = f"kvpop {call.command} {' '.join(call.overrides)}".strip() if call else ""
+        typed = " ".join([call.command, *call.overrides]).replace(" sweep.name=", " ") if call else ""
+        again = f"kvpop {typed}" if typed else ""
         how = "terminated" if isinstance(error, Terminated) else "interrupted"
         _say(f"{how}: run the same command again to go on from where it stopped ({again})" if again else how)
         return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
