@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
@@ -52,6 +53,12 @@ class Command(Protocol):
 
     def run(self, config: Config, call: Call) -> int:
         """Does the work; returns the exit status. Raises UserError for what the user can mend."""
+
+
+def last_value(settings: Sequence[str], *keys: str) -> str | None:
+    """The value that `settings` give last to one of `keys`."""
+    given = [word.partition("=")[2] for word in settings if word.partition("=")[0] in keys]
+    return given[-1] if given else None
 
 
 def load_command(name: str) -> Command:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpop_lightning.commands import Call
+from kvpop_lightning.commands import Call, last_value
 from kvpop_lightning.config.schema import Config
 
 SUMMARY = "compare choices (scorer, loss, target, decay) over seeds, paired"
@@ -38,8 +38,8 @@ def words_before(settings: Sequence[str]) -> list[str]:
     """What the grid's file fixes, in front of what the user typed."""
     from kvpop_lightning.sweeps.grid import words_of_grid
 
-    names = [word.partition("=")[2] for word in settings if word.partition("=")[0] in ("ablate.name", "name")]
-    return words_of_grid(names[-1]) if names else []
+    name = last_value(settings, "ablate.name", "name")
+    return [] if name is None else words_of_grid(name)
 
 
 def run(config: Config, call: Call) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpop_lightning.commands import Call
+from kvpop_lightning.commands import Call, last_value
 from kvpop_lightning.config.schema import Config
 
 SUMMARY = "search settings over many trainings, on one or many machines"
@@ -42,8 +42,8 @@ def words_before(settings: Sequence[str]) -> list[str]:
     """What the sweep's file fixes, in front of what the user typed."""
     from kvpop_lightning.sweeps.spec import words_of_sweep
 
-    names = [word.partition("=")[2] for word in settings if word.partition("=")[0] in ("sweep.name", "name")]
-    return words_of_sweep(names[-1]) if names else []
+    name = last_value(settings, "sweep.name", "name")
+    return [] if name is None else words_of_sweep(name)
 
 
 def run(config: Config, call: Call) -> int:

@@ -281,13 +281,13 @@ def policy_record(
         if known:
             modes.enter_context(after_prefix(model, known))
         last = last_hidden(model, row.batch)
+    eviction = torch.cat(evictions)  # [L, Hkv, T]: one row, so the batch axis takes the layers
     if known:
         last = torch.cat([row.hidden[:, : known[0].length], last], 1)
-        assert int(torch.cat(evictions).min()) >= known[0].length, "a key was evicted within its budget"
+        assert int(eviction.min()) >= known[0].length, "a key was evicted within its budget"
     hidden = last[0, row.positions]
     weight, bias = _head_weights(model)
     metrics = token_metrics(hidden, row.logits, row.next_token, weight, bias, chunk=chunk)
-    eviction = torch.cat(evictions)  # [L, Hkv, T]: one row, so the batch axis takes the layers
     if on_eviction is not None:
         on_eviction(eviction)
     record = {

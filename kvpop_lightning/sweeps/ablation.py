@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -26,7 +25,7 @@ from kvpop_lightning.sweeps.ablation_points import (
 from kvpop_lightning.sweeps.ablation_screen import AblationScreen
 from kvpop_lightning.sweeps.ablation_table import build_table
 from kvpop_lightning.sweeps.ablation_text import markdown
-from kvpop_lightning.sweeps.gpus import assign_gpus
+from kvpop_lightning.sweeps.gpus import assign_gpus, thread_share
 from kvpop_lightning.sweeps.grid import load_grid
 from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
 from kvpop_lightning.sweeps.trial import FINISHED, INTERRUPTED, TrialResult, run_trial
@@ -182,7 +181,7 @@ class Ablation:
                 stop=self.stop,
                 grace_s=self.settings.grace_s,
                 memory_limit_gb=self.settings.memory_limit_gb,
-                threads=self.settings.threads or _thread_share(self.settings.workers),
+                threads=self.settings.threads or thread_share(self.settings.workers),
                 command=self.command,
             )
             notes = {"sweep.message": result.message} if result.message else {}
@@ -234,11 +233,3 @@ def run_ablation(
         print(ablation.overview())
         return AblationOutcome(ablation.folder, build_table(ablation.grid, ablation.records))
     return ablation.run()
-
-
-def _thread_share(workers: int) -> int:
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        cores = os.cpu_count() or 1
-    return max(1, cores // workers)

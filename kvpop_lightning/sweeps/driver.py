@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -19,8 +17,8 @@ from kvpop_lightning.sweeps import study as studies
 from kvpop_lightning.sweeps import trial as trials
 from kvpop_lightning.sweeps.checks import baseline_points, check_settings, total_trials
 from kvpop_lightning.sweeps.conclude import Conclusion
-from kvpop_lightning.sweeps.files import run_id_in
-from kvpop_lightning.sweeps.gpus import assign_gpus
+from kvpop_lightning.sweeps.files import run_id_in, write_json
+from kvpop_lightning.sweeps.gpus import assign_gpus, thread_share
 from kvpop_lightning.sweeps.point import trial_words
 from kvpop_lightning.sweeps.report import report_files
 from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
@@ -31,12 +29,12 @@ from kvpop_lightning.sweeps.storage import lock_file, one_at_a_time, open_storag
 from kvpop_lightning.sweeps.tickets import Progress, Tickets
 from kvpop_lightning.sweeps.worker import Worker, WorkPlan
 from kvpop_lightning.tracking import TrackedRun
-from kvpop_lightning.tracking.environment import write_atomically
 from kvpop_lightning.tracking.registry import register_trained
 
 log = logging.getLogger(__name__)
 
-LOOK_S, COUNT_S = 0.2, 2.0
+LOOK_S = 0.2
+COUNT_S = 2.0
 
 
 @dataclass
@@ -207,7 +205,7 @@ class SweepRun:
             grace_s=settings.grace_s,
             timeout_s=settings.trial_timeout_s,
             memory_limit_gb=settings.memory_limit_gb,
-            threads=settings.threads or _thread_share(max(1, settings.workers)),
+            threads=settings.threads or thread_share(max(1, settings.workers)),
             command=self.command,
         )
 
@@ -269,23 +267,23 @@ class SweepRun:
         """Also after Ctrl-C or an error of our own: no run of a trial may stay RUNNING."""
         self.runs.settle(self.folder)
         table = self._table(study)
-        _write(self.folder / "trials.json", table)
+        write_json(self.folder / "trials.json", table)
         ended = {e["run_id"]: e["outcome"] for e in table if e["run_id"] and e["outcome"] in trials.STATES}
         self.runs.close_left_over(parent_run_id, self._run_ids_elsewhere(study), ended)
 
     def _keep(self, parent: TrackedRun, study: Any, outcome: SweepOutcome) -> None:
         outcome.table = self._table(study)
-        _write(self.folder / "trials.json", outcome.table)
+        write_json(self.folder / "trials.json", outcome.table)
         files = [self.folder / "trials.json", self.sweep.path]
         if outcome.best:
-            _write(self.folder / "best.json", outcome.best)
+            write_json(self.folder / "best.json", outcome.best)
             files.append(self.folder / "best.json")
             winner = outcome.best[0]
             parent.log_metrics({f"best/{name}": value for name, value in winner["rescored"].items()}, step=0)
             parent.set_tags({f"best.{key}": value for key, value in winner["point"].items()})
             self._register(parent, next(e for e in outcome.table if e["number"] == winner["number"]))
         if outcome.confirmed is not None:
-            _write(self.folder / "confirmed.json", outcome.confirmed)
+            write_json(self.folder / "confirmed.json", outcome.confirmed)
             files.append(self.folder / "confirmed.json")
         if outcome.experiment is not None:
             files.append(outcome.experiment)
@@ -316,15 +314,3 @@ def run_sweep(
             )
         return sweep_run.join()
     return sweep_run.run()
-
-
-def _thread_share(workers: int) -> int:
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1  # not on Linux
-    return max(1, cores // workers)
-
-
-def _write(path: Path, content: Any) -> None:
-    write_atomically(path, json.dumps(content, indent=1) + "\n")

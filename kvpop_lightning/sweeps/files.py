@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ LAST_LINES = 15
 LAST_BYTES = 6000
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> Path:
+def write_json(path: Path, content: Any) -> Path:
     return write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Which GPU each of a machine's workers uses, found without loading torch."""
+"""What of a machine each of its workers uses, a GPU and threads, found without loading torch."""
 
 from __future__ import annotations
 
@@ -41,3 +41,12 @@ def assign_gpus(wanted: Sequence[str], workers: int) -> list[str | None]:
             )
         visible = names
     return [visible[index % len(visible)] if visible else None for index in range(workers)]
+
+
+def thread_share(workers: int) -> int:
+    """CPU threads for each of `workers`, of the cores that this process may use."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    return max(1, cores // workers)

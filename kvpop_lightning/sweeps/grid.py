@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpop_lightning.config.choices import did_you_mean
-from kvpop_lightning.config.files import read_yaml
-from kvpop_lightning.errors import ConfigError, UserError
+from kvpop_lightning.errors import UserError
 from kvpop_lightning.sweeps.grid_parts import (
     Cell,
     Constraint,
@@ -25,7 +24,7 @@ from kvpop_lightning.sweeps.grid_parts import (
 )
 from kvpop_lightning.sweeps.objective import Objective
 from kvpop_lightning.sweeps.space import MAX_GRID
-from kvpop_lightning.sweeps.spec import FOLDER, NOT_A_SWEEP, sweep_roots
+from kvpop_lightning.sweeps.spec import NOT_A_SWEEP, find_file, read_checked, sweep_roots
 
 _KEYS = ("experiment", "overrides", "axes", "default", "design", "seeds", "objective", "constraints")
 CROSSED, ONE_AT_A_TIME = DESIGNS = ("crossed", "one_at_a_time")
@@ -98,17 +97,7 @@ def grid_file(name: str) -> Path:
     Raises:
         UserError: there is none; the message names the choices.
     """
-    if name.endswith((".yaml", ".yml")):
-        if Path(name).is_file():
-            return Path(name)
-        raise UserError(f"ablation {name}: there is no such file")
-    short = name.removeprefix(NOT_A_SWEEP)
-    for root in sweep_roots():
-        if (root / f"{NOT_A_SWEEP}{short}.yaml").is_file():
-            return root / f"{NOT_A_SWEEP}{short}.yaml"
-    raise UserError(
-        f"ablation {name}: there is no {FOLDER}/{NOT_A_SWEEP}{short}.yaml{did_you_mean(short, grid_names())}"
-    )
+    return find_file("ablation", name, NOT_A_SWEEP, grid_names)
 
 
 def words_of_grid(name: str) -> list[str]:
@@ -124,13 +113,7 @@ def load_grid(name: str) -> Grid:
         ConfigError: everything that is wrong with the file, one line each.
         UserError: no such file.
     """
-    path = grid_file(name)
-    problems: list[str] = []
-    grid = _parse(path, read_yaml(path), problems)
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
-    assert grid is not None
-    return grid
+    return read_checked(grid_file(name), _parse)
 
 
 def _parse(path: Path, body: Mapping[str, Any], problems: list[str]) -> Grid | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpop_lightning.config.choices import did_you_mean
 from kvpop_lightning.config.files import config_roots, read_yaml
@@ -22,6 +22,7 @@ from kvpop_lightning.sweeps.parts import (
 )
 from kvpop_lightning.sweeps.space import MAX_GRID, Parameter, Point, grid_points, parse_space
 
+Parsed = TypeVar("Parsed")
 FOLDER = "sweeps"
 NOT_A_SWEEP = "ablation_"
 """File names that begin so are grids for `kvpop ablate`."""
@@ -94,14 +95,43 @@ def sweep_file(name: str) -> Path:
     Raises:
         UserError: there is none; the message names the choices.
     """
+    return find_file("sweep", name, "", sweep_names)
+
+
+def find_file(kind: str, name: str, prefix: str, names: Callable[[], list[str]]) -> Path:
+    """`sweeps/<prefix>NAME.yaml`, or a path that ends in .yaml; `prefix` may be part of the name already.
+
+    Args:
+        kind: what the message calls it.
+        names: those that exist, without prefix.
+
+    Raises:
+        UserError: there is none; the message names the choices.
+    """
     if name.endswith((".yaml", ".yml")):
         if Path(name).is_file():
             return Path(name)
-        raise UserError(f"sweep {name}: there is no such file")
+        raise UserError(f"{kind} {name}: there is no such file")
+    short = name.removeprefix(prefix)
+    file = f"{prefix}{short}.yaml"
     for root in sweep_roots():
-        if (root / f"{name}.yaml").is_file():
-            return root / f"{name}.yaml"
-    raise UserError(f"sweep {name}: there is no {FOLDER}/{name}.yaml{did_you_mean(name, sweep_names())}")
+        if (root / file).is_file():
+            return root / file
+    raise UserError(f"{kind} {name}: there is no {FOLDER}/{file}{did_you_mean(short, names())}")
+
+
+def read_checked(path: Path, parse: Callable[[Path, dict[str, Any], list[str]], Parsed | None]) -> Parsed:
+    """What `parse(path, body, problems)` makes of the file.
+
+    Raises:
+        ConfigError: everything that it found wrong, one line each.
+    """
+    problems: list[str] = []
+    parsed = parse(path, read_yaml(path), problems)
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    assert parsed is not None
+    return parsed
 
 
 def load_sweep(name: str) -> Sweep:
@@ -111,14 +141,7 @@ def load_sweep(name: str) -> Sweep:
         ConfigError: everything that is wrong with the file, one line each.
         UserError: no such file.
     """
-    path = sweep_file(name)
-    body = read_yaml(path)
-    problems: list[str] = []
-    sweep = _parse(path, body, problems)
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
-    assert sweep is not None
-    return sweep
+    return read_checked(sweep_file(name), _parse)
 
 
 def words_of_sweep(name: str) -> list[str]:
