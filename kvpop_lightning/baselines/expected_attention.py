@@ -76,26 +76,24 @@ class ExpectedAttention(StepwiseRule):
     def value_of(self, held: Held, newest: Tensor) -> Tensor:
         state = held.state
         count = state["count"].clamp(min=1)[..., None, None]
-        mean = state["sum"] / count
-        covariance = state["square"] / count[..., None] - mean[..., :, None] * mean[..., None, :]
-        turned = self._ahead(mean, newest)
-        # R Sigma R': the rows, then the columns.
-        covariance = self._ahead(self._ahead(covariance, newest).transpose(-1, -2), newest)
+        mean, square = state["sum"] / count, state["square"] / count[..., None]
         keys = held.keys.to(mean.dtype)
         scale = state["scale"][..., None, None]
-        logits = (turned @ keys.transpose(-1, -2)) * scale
-        spread = ((keys[:, :, None] @ covariance) * keys[:, :, None]).sum(-1)
-        logits = logits + spread * scale.square() / 2
+        # k' R S R' k: turning the keys back is less work than turning the covariance.
+        turned = self._behind(keys, newest)[:, :, None]
+        product = mean @ turned[:, :, 0].mT
+        spread = ((turned @ square) * turned).sum(-1) - product.square()
+        logits = product * scale + spread * scale.square() / 2
         logits = logits.masked_fill((held.position == EMPTY)[:, :, None], -torch.inf)
         return torch.softmax(logits, dim=-1).mean(2) * held.values.to(mean.dtype).norm(dim=-1)
 
-    def _ahead(self, x: Tensor, newest: Tensor) -> Tensor:
-        """x [B, ..., D] under RoPE averaged over the `future` positions after `newest` [B]."""
-        now = angles(newest, self.inv_freq).view(-1, *[1] * (x.dim() - 2), self.head_dim // 2)
-        cos, sin = self.mean_cos.to(now.device), self.mean_sin.to(now.device)
-        first, second = rotate(x, now).chunk(2, dim=-1)
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    def _behind(self, x: Tensor, newest: Tensor) -> Tensor:
+        """x [B, ..., D] under the transpose of RoPE averaged over the `future` positions after `newest` [B]."""
+        cos, sin = self.mean_cos.to(x.device, x.dtype), self.mean_sin.to(x.device, x.dtype)
+        first, second = x.chunk(2, dim=-1)
+        averaged = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+        now = angles(-newest, self.inv_freq).view(-1, *[1] * (x.dim() - 2), self.head_dim // 2)
+        return rotate(averaged, now)
 
 
 register_scorer("expected_attention", ExpectedAttention, ("future", "skip", "inv_freq", "groups"))

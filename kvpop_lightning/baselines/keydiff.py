@@ -20,10 +20,14 @@ class KeyDiff(StepwiseRule):
     kind = "keydiff"
 
     def value_of(self, held: Held, newest: Tensor) -> Tensor:
-        keys = normalize(held.keys.to(self.dtype_for(held.keys)), dim=-1)
-        keys = keys.masked_fill((held.position == EMPTY)[..., None], 0.0)
-        mean = keys.sum(2, keepdim=True) / (held.position != EMPTY).sum(-1)[..., None, None].clamp(min=1)
-        return -(keys * normalize(mean, dim=-1)).sum(-1)
+        keys = None if held.derived is None else held.derived.get("unit")
+        if keys is None:
+            keys = normalize(held.keys.to(self.dtype_for(held.keys)), dim=-1)
+            if held.derived is not None:
+                held.derived["unit"] = keys
+        there = (held.position != EMPTY).to(keys.dtype)[:, :, None]
+        # The mean's length does not matter.
+        return -(keys * normalize(there @ keys, dim=-1)).sum(-1)
 
 
 register_scorer("keydiff", KeyDiff)

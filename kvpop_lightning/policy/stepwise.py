@@ -37,6 +37,8 @@ class Held:
     """What the rule keeps of every slot, [B, P or Hkv, S]; 0 when a token takes the slot."""
     state: dict[str, Tensor] = field(default_factory=dict)
     """What the rule keeps of the text, batch first."""
+    derived: dict[str, Tensor] | None = None
+    """What a rule computed from the keys, to be used again; None where keys change from step to step."""
 
 
 @dataclass(frozen=True)
