@@ -1,0 +1,126 @@
+"""Forward kernel of sparse attention over lists of alive keys (docs/training_attention.md).
+
+One program: `QUERIES` consecutive queries times the `G` query heads of one KV head, packed in the `M` rows of a
+tile; row m is query `m // G`, head `m % G`, so any group size fits and the keys are read once for the whole group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def forward_kernel(
+    Q,
+    K,
+    V,
+    END,
+    REAL,
+    LIST,
+    FULL,
+    COUNT,
+    OUT,
+    LSE,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    o_b,
+    o_h,
+    o_t,
+    T,
+    blocks,
+    room,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Out and LSE (natural log) of `QUERIES` queries; a list serves `PER_BLOCK` programs."""
+    tile = tl.program_id(0)
+    bh = tl.program_id(1)
+    b = (bh // H).to(tl.int64)
+    h = bh % H
+    row = tl.arange(0, M)
+    query = tile * QUERIES + row // G
+    head = h * G + row % G
+    row_ok = (row < QUERIES * G) & (query < T)
+    d = tl.arange(0, BLOCK_D)
+    d_ok = d < D
+    q_at = Q + b * q_b + (head.to(tl.int64) * q_h + query.to(tl.int64) * q_t)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=row_ok[:, None] & d_ok[None, :], other=0.0)
+    k_base = K + b * k_b + h.to(tl.int64) * k_h
+    v_base = V + b * v_b + h.to(tl.int64) * v_h
+    ends = END + bh.to(tl.int64) * T
+    home = bh * blocks + tile // PER_BLOCK
+    keys = LIST + home.to(tl.int64) * room
+    count = tl.load(COUNT + home)
+    clear = tl.load(FULL + home) // N
+
+    scale2 = scale * LOG2E
+    lane = tl.arange(0, N)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BLOCK_D], tl.float32)
+    # Keys that every query here sees: no mask, and no row without a key.
+    for n in range(0, clear * N, N):
+        j = tl.load(keys + n + lane)
+        if WIDE:
+            j = j.to(tl.int64)
+        k = tl.load(k_base + (j * k_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        new_top = tl.maximum(top, tl.max(s, 1) * scale2)
+        p = tl.exp2(s * scale2 - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = tl.load(v_base + (j * v_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    # The rest: born or gone inside the block. A row may have seen nothing yet, so -inf is kept out of differences.
+    for n in range(clear * N, count, N):
+        listed = n + lane < count
+        j = tl.load(keys + n + lane, mask=listed, other=0)
+        end = tl.load(ends + j, mask=listed, other=0)
+        sees = (j[None, :] <= query[:, None]) & (query[:, None] < end[None, :])
+        if WIDE:
+            j = j.to(tl.int64)
+        k = tl.load(k_base + (j * k_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.where(sees, s * scale2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = tl.load(v_base + (j * v_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    some = total > 0.0
+    if PADDED:
+        some = some & (tl.load(REAL + b * T + query, mask=row_ok, other=0) != 0)
+    safe = tl.where(some, total, 1.0)
+    out = tl.where(some[:, None], acc / safe[:, None], 0.0)
+    lse = tl.where(some, (top + tl.log2(safe)) * LN2, float("-inf"))
+    o_at = OUT + b * o_b + (head.to(tl.int64) * o_h + query.to(tl.int64) * o_t)[:, None] + d[None, :]
+    tl.store(o_at, out.to(OUT.dtype.element_ty), mask=row_ok[:, None] & d_ok[None, :])
+    tl.store(LSE + (bh.to(tl.int64) * G + row % G) * T + query, lse, mask=row_ok)
