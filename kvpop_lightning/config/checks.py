@@ -51,6 +51,11 @@ BOUNDS: dict[str, _Bounds] = {
     "data.max_document_tokens": _COUNT,
     "data.seed": _NATURAL,
     "data.workers": _NATURAL,
+    "data.eval_share": _Bounds(0, 1, hint="0 = no evaluation rows from the file"),
+    "data.max_tokens": _COUNT,
+    "data.ngram": _Bounds(2, hint="words in a row"),
+    "data.processes": _COUNT,
+    "data.window": _COUNT,
     "policy.budget.sink": _Bounds(0, hint="0 = no sinks"),
     "policy.budget.window": _Bounds(1, hint="a query must at least see itself"),
     "policy.budget.topk": _Bounds(

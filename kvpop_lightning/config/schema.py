@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpop_lightning.config.schema_data import DataConfig
 from kvpop_lightning.config.schema_sweeps import AblateConfig, SweepConfig
 
 
@@ -30,48 +31,6 @@ class ModelConfig:
     """`auto`, `cpu`, `cuda`, `cuda:0` ..."""
     cache_dir: str = ".cache/models"
     """Where the converted safetensors checkpoint is kept."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    name: str = "procedural"
-    """Name shown in tables and logs."""
-    source: str = "procedural"
-    """`procedural`, `jsonl` or `parquet`."""
-    path: str | None = None
-    """File or glob for `jsonl` and `parquet`."""
-    eval_path: str | None = None
-    """Separate evaluation file; without it documents are split by hash."""
-    families: list[str] = field(default_factory=lambda: ["all"])
-    """Procedural families to train on; `all` = every family not held out."""
-    eval_families: list[str] = field(default_factory=lambda: ["held_out"])
-    """Families of the evaluation rows; `held_out` = those no training row is drawn from."""
-    row_length: int = 1024
-    """Tokens per packed row (T)."""
-    train_rows: int = 20
-    """Packed rows to train on."""
-    eval_rows: int = 4
-    """Held-out rows."""
-    min_document_tokens: int = 300
-    """Shorter documents are left out."""
-    max_document_tokens: int = 4096
-    """Longest document that is generated or read whole."""
-    eval_single_document: bool = True
-    """Each evaluation row is one document of at least `row_length` tokens, cut to it."""
-    loss_on: str = "assistant"
-    """Which tokens are supervised: `assistant` or `all`."""
-    on_bad_row: str = "error"
-    """`error` names file and line and stops; `skip` counts and goes on."""
-    too_long: str = "truncate"
-    """A document longer than a row: `truncate`, `drop` or `split`; counted."""
-    seed: int = 0
-    """Seed of the generated documents and of the split."""
-    streaming: bool = False
-    """Pack on the fly without preparing rows (resume restarts the stream at the recorded document)."""
-    workers: int = 0
-    """DataLoader workers."""
-    cache_dir: str = ".cache/data"
-    """Where packed rows are kept, in a folder per fingerprint."""
 
 
 @dataclass(frozen=True)
