@@ -6,6 +6,7 @@ from kvpop_lightning.attention.dispatch import BACKENDS, sparse_attention
 from kvpop_lightning.attention.reference import log_normalizer, reference_attention, visible_keys
 from kvpop_lightning.attention.sdpa import dense_attention, masked_attention
 from kvpop_lightning.attention.segments import Segment, find_segments
+from kvpop_lightning.attention.soft import soft_attention
 
 __all__ = [
     "BACKENDS",
@@ -15,6 +16,7 @@ __all__ = [
     "log_normalizer",
     "masked_attention",
     "reference_attention",
+    "soft_attention",
     "sparse_attention",
     "visible_keys",
 ]

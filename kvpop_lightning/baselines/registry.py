@@ -22,6 +22,9 @@ class PolicySpec:
         summary: one line for help texts and tables.
         may_decay: `<name>+decay` is a control that exists.
         sees_future: needs the whole text (not usable for decoding on its own).
+        bounded: no query attends more than the budget's keys; False = exempt from that rule, bytes are
+        measured.
+        trains_base: what is trained is the base model, under the policy's pattern.
         reads_rope: its scorer takes `inv_freq`, the model's rotations, and `groups`, query heads per KV head.
     """
 
@@ -32,6 +35,8 @@ class PolicySpec:
     trained: bool = False
     may_decay: bool = False
     sees_future: bool = False
+    bounded: bool = True
+    trains_base: bool = False
     reads_rope: bool = False
 
 

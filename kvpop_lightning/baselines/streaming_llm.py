@@ -21,3 +21,12 @@ class ConstantScorer(Scorer):
 
 register_scorer("streaming_llm", ConstantScorer)
 register(PolicySpec("streaming_llm", "streaming_llm", "sinks and the most recent tokens"))
+register(
+    PolicySpec(
+        "streaming_llm_plus",
+        "streaming_llm",
+        "StreamingLLM with the base trained under its pattern",
+        trained=True,
+        trains_base=True,
+    )
+)

@@ -13,11 +13,13 @@ from transformers.cache_utils import Cache
 from kvpop_lightning.cache.checks import check_mask, check_positions, real_columns
 from kvpop_lightning.cache.chunk import attend_chunk
 from kvpop_lightning.cache.layer import BoundedLayer
+from kvpop_lightning.cache.ragged import RaggedLayer, attend_ragged
 from kvpop_lightning.cache.span import Span
 from kvpop_lightning.cache.step import attend_step
 from kvpop_lightning.cache.stepwise import SteppedLayer, attend_stepwise
 
 DEFAULT_CHUNK = 128
+_STEPS = {SteppedLayer: attend_stepwise, RaggedLayer: attend_ragged}
 
 
 class BoundedCache(Cache):
@@ -58,10 +60,7 @@ class BoundedCache(Cache):
         self._spans: list[Span] | None = None
         self._attended = 0
         super().__init__(
-            layers=[
-                (SteppedLayer if scorer.stepwise else BoundedLayer)(self.budget, scorer, record=record)
-                for scorer in policy.scorers
-            ]
+            layers=[_layer_type(scorer)(self.budget, scorer, record=record) for scorer in policy.scorers]
         )
         for layer in self._bounded:
             if not 0 <= layer.scorer.delay <= self.budget.window:
@@ -72,9 +71,7 @@ class BoundedCache(Cache):
 
     @property
     def _bounded(self) -> Iterator[BoundedLayer]:
-        for layer in self.layers:
-            assert isinstance(layer, BoundedLayer)
-            yield layer
+        return (layer for layer in self.layers if isinstance(layer, BoundedLayer))
 
     # -------- one forward call
     def begin(
@@ -202,9 +199,7 @@ class BoundedCache(Cache):
         for span in self._spans:
             q, k, v = span.compact(query), span.compact(key), span.compact(value)
             x = None if hidden is None else span.compact(hidden)
-            step = attend_step if span.length == 1 else attend_chunk
-            if layer.scorer.stepwise:
-                step = attend_stepwise
+            step = _STEPS.get(type(layer)) or (attend_step if span.length == 1 else attend_chunk)
             out = step(layer, layer_index, self.policy, span, q, k, v, x, scaling)
             outputs.append(span.spread(out))
             layer.columns += span.length
@@ -255,8 +250,15 @@ class BoundedCache(Cache):
 
     @property
     def keys_held(self) -> int:
-        """Keys that each KV head holds, in the longest row: `min(tokens_seen, budget.total)`."""
+        """Most keys that a KV head holds: `min(tokens_seen, budget.total)`, where heads hold equally many."""
+        if self._seen is not None and any(isinstance(layer, RaggedLayer) for layer in self.layers):
+            return int(self.keys_per_head().max())
         return min(self.tokens_seen, self.budget.total)
+
+    def keys_per_head(self) -> Tensor:
+        """int64 [L, B, Hkv]: keys held; differs between heads only under a rule without a budget (DMS)."""
+        seen = self.tokens_per_row
+        return torch.stack([layer.keys_per_head(seen) for layer in self._bounded])
 
     def bytes_held(self, element_bytes: int | None = None) -> int:
         """Bytes of all tensors kept between two steps, counted from the tensors: all rows and layers.
@@ -269,7 +271,7 @@ class BoundedCache(Cache):
         total = 0
         for layer in self._bounded:
             for name, tensor in layer.tensors().items():
-                model_dtype = name in ("keys", "values", "hidden")
+                model_dtype = name.endswith(("keys", "values", "hidden"))
                 size = element_bytes if model_dtype and element_bytes else tensor.element_size()
                 total += tensor.numel() * size
         return total
@@ -319,3 +321,9 @@ class BoundedCache(Cache):
     def _select_rows(self, index: Tensor) -> None:
         if self._seen is not None:
             self._seen = self._seen.index_select(0, index.to(self._seen.device))
+
+
+def _layer_type(scorer: Any) -> type[BoundedLayer]:
+    if scorer.ragged:
+        return RaggedLayer
+    return SteppedLayer if scorer.stepwise else BoundedLayer

@@ -137,6 +137,11 @@ class BoundedLayer(CacheLayerMixin):
         """Everything the layer keeps between two steps, by name, as allocated (the eviction record apart)."""
         return dict(self._store)
 
+    def keys_per_head(self, seen: Tensor) -> Tensor:
+        """int64 [B, Hkv]: keys that each head holds after `seen` [B] tokens."""
+        assert self.keys is not None
+        return seen.clamp(max=self.budget.total)[:, None].expand(-1, self.keys.shape[1])
+
     # -------- eviction record
     def note(self, position: Tensor, query: Tensor, happened: Tensor, new: int) -> None:
         """Notes that `query` is the first not to see token `position`, where `happened`; all [B, H, N].

@@ -13,6 +13,7 @@ from kvpop_lightning.policy.budget import Budget
 from kvpop_lightning.policy.decay import spread_decay
 from kvpop_lightning.policy.eviction import eviction_time
 from kvpop_lightning.policy.priority import priority_at
+from kvpop_lightning.policy.ragged import RaggedRule, closing_times
 from kvpop_lightning.policy.scorers import Scorer, build_scorer
 from kvpop_lightning.policy.stepwise import StepwiseRule
 from kvpop_lightning.policy.stepwise_parallel import eviction_times as stepwise_eviction_times
@@ -178,6 +179,9 @@ class RetentionPolicy(nn.Module):
                 rule, self.budget, query, key, value, document_ids=document_ids, scale=scale
             )
             return times, None, None
+        if isinstance(rule, RaggedRule):
+            assert hidden is not None
+            return closing_times(rule.decide(hidden), self.budget.window, document_ids), None, None
         score = self.score(layer, key, value, hidden, position=position, document_ids=document_ids)
         priority = self.priority(layer, score, position)
         return eviction_time(priority.detach(), self.budget, document_ids=document_ids), score, priority

@@ -56,6 +56,10 @@ class Scorer(nn.Module, ABC):
     stepwise: bool = False
     """True for a rule without priorities, which decides query by query from what is held
     (`policy/stepwise.py`)."""
+    ragged: bool = False
+    """True for a rule that closes keys by a gate, whatever the budget (`policy/ragged.py`)."""
+    gated: bool = False
+    """True when it is trained through a soft mask on the attention, by the distillation itself."""
     delay: int = 0
     """Tokens after t that must have been absorbed before t is scored (0 for stateless scorers)."""
 
