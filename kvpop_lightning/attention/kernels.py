@@ -68,7 +68,7 @@ def plan_for(dtype: torch.dtype, group: int, head_dim: int) -> KernelPlan:
     block_d = max(16, 1 << (head_dim - 1).bit_length())
     rows = max(16, 1 << (group - 1).bit_length())
     if dtype == torch.float32:
-        small = Tile(max(32, rows), 32, 4, 1)
+        small = Tile(max(32, rows), 32, 8, 1)
         return KernelPlan(group, block_d, small, small, small)
     if block_d <= 128:
         wide, tall = Tile(max(128, rows), 64, 8, 3), Tile(max(64, rows), 128, 8, 2)

@@ -12,7 +12,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "HEADS"])
 def delta_kernel(
     OUT,
     GRAD,
@@ -27,7 +27,7 @@ def delta_kernel(
     g_h,
     g_t,
     T,
-    HEADS: tl.constexpr,
+    HEADS,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     M: tl.constexpr,
@@ -51,7 +51,7 @@ def delta_kernel(
     tl.store(LSE2 + bh * T + t, tl.where(sees, lse * LOG2E, float("inf")), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "blocks", "H"])
 def query_gradient_kernel(
     Q,
     K,
@@ -80,7 +80,7 @@ def query_gradient_kernel(
     blocks,
     room,
     scale,
-    H: tl.constexpr,
+    H,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -209,7 +209,7 @@ def _tile(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "blocks", "room", "block", "tiles", "H"])
 def key_gradient_kernel(
     Q,
     K,
@@ -241,7 +241,7 @@ def key_gradient_kernel(
     block,
     tiles,
     scale,
-    H: tl.constexpr,
+    H,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,

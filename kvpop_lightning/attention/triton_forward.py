@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "blocks", "H"])
 def forward_kernel(
     Q,
     K,
@@ -41,7 +41,7 @@ def forward_kernel(
     blocks,
     room,
     scale,
-    H: tl.constexpr,
+    H,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,

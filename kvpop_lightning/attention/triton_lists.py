@@ -18,7 +18,7 @@ _RATIO = 8
 _CHUNK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "length", "parent_blocks", "parent_room", "blocks", "room"])
 def _select(
     END,
     PARENT,
