@@ -1,0 +1,3 @@
+"""Text from a model: continuous slots, sampling, and decode steps at the speed of memory."""
+
+from __future__ import annotations
