@@ -13,7 +13,7 @@ def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def grouped_attention(
     query: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Softmax attention over the concatenation of `keys` without concatenating or repeating them.
 
     Args:
@@ -24,8 +24,7 @@ def grouped_attention(
         scaling: factor of the logits.
 
     Returns:
-        out [B, Hq, Q, D] in the dtype of `values`, and probabilities [B, Hkv, G, Q, N] in float32 (float64
-        for float64).
+        [B, Hq, Q, D] in the dtype of `values`; the softmax runs in float32 (float64 for float64).
     """
     batch, query_heads, length, dim = query.shape
     heads = keys[0].shape[1]
@@ -46,4 +45,4 @@ def grouped_attention(
         out = part if out is None else out + part
         start += piece.shape[2]
     assert out is not None
-    return out.view(batch, query_heads, length, -1), probability
+    return out.view(batch, query_heads, length, -1)

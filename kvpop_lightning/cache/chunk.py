@@ -60,7 +60,7 @@ def attend_chunk(
 
     contest = _compete(layer, layer_index, policy, span, held_score[:, :, : span.length])
     visible = _visibility(span, contest, budget)
-    out, probability = grouped_attention(query, [layer.keys, key], [layer.values, value], visible, scaling)
+    out = grouped_attention(query, [layer.keys, key], [layer.values, value], visible, scaling)
 
     place = _long_range_places(layer, span, contest)
     _record(layer, span, contest)
@@ -78,9 +78,6 @@ def attend_chunk(
         assert hidden is not None
         moved = take(torch.cat([ring_hidden, hidden], 1), span.last_ring)
         put(layer.hidden, (span.seen[:, None] + span.last_ring) % budget.window, moved)
-    watch = getattr(policy, "watch_attention", None)
-    if watch is not None:
-        watch(layer_index, layer, span, probability)
     return out
 
 

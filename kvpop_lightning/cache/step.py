@@ -58,11 +58,7 @@ def attend_step(
         if span.real is not None:
             new_hidden = torch.where(span.real, new_hidden, layer.hidden[rows, slot])
         layer.hidden[rows, slot] = new_hidden
-    out, probability = grouped_attention(query, [layer.keys], [layer.values], span.step_visible, scaling)
-    watch = getattr(policy, "watch_attention", None)
-    if watch is not None:
-        watch(layer_index, layer, span, probability)
-    return out
+    return grouped_attention(query, [layer.keys], [layer.values], span.step_visible, scaling)
 
 
 def _score(layer: BoundedLayer, span: Span, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:

@@ -36,7 +36,7 @@ def assign_gpus(wanted: Sequence[str], workers: int) -> list[str | None]:
         missing = [name for name in names if name not in visible]
         if missing:
             raise UserError(
-                f"sweep.gpus={','.join(names)}: there is no GPU {missing[0]} "
+                f"gpus={','.join(names)}: there is no GPU {missing[0]} "
                 f"(visible: {', '.join(visible) or 'none'}): use auto or none"
             )
         visible = names

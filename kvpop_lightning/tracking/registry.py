@@ -205,15 +205,19 @@ def _fingerprint(folder: Path) -> str:
 
 def _write_model(path: Path, folder: Path) -> None:
     """The policy's folder as a pyfunc model."""
-    import mlflow.pyfunc
+    import mlflow.pyfunc  # puts filters of its own before ours
 
+    # No type hints on purpose: the signature is given.
+    warnings.filterwarnings(
+        "ignore", message=".*Add type hints to the `predict` method", category=UserWarning
+    )
+    warnings.filterwarnings("ignore", message=".*input example was not provided.*", category=UserWarning)
     from kvpop_lightning.tracking import registry_model
 
     about = json.loads((folder / "kvpop.json").read_text())
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / folder.name  # without what else lies beside the policy
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.ckpt", ".*"))
-        warnings.filterwarnings("ignore", message=".*input example was not provided.*", category=UserWarning)
         mlflow.pyfunc.save_model(
             str(path),
             python_model=registry_model.__file__,

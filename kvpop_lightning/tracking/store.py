@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,8 +200,6 @@ def quiet_mlflow() -> None:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # The registered model has no type hints on purpose: its signature is given.
-    warnings.filterwarnings("ignore", message=".*Add type hints to the `predict` method")
 
 
 def set_tags(client: Any, run_id: str, tags: Mapping[str, str]) -> None:

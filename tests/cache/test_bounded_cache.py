@@ -248,18 +248,3 @@ def test_no_record_no_growth() -> None:
     assert cache.layers[0]._log is None
     with pytest.raises(ValueError, match="record=True"):
         cache.eviction_times(0)
-
-
-def test_attention_watcher_sees_every_held_key() -> None:
-    """The joint for attention-driven rules: probabilities over the slots, and scores it may rewrite."""
-    policy = make_policy("streaming_llm", Budget(1, 3, 4), decay=1.0)
-    seen = []
-
-    def watch(layer_index, layer, span, probability):
-        seen.append(probability.shape)
-        torch.testing.assert_close(probability.sum(-1), torch.ones_like(probability.sum(-1)))
-        layer.score.copy_(layer.position.double())  # from here on the oldest is the weakest by score too
-
-    policy.watch_attention = watch
-    feed(make_cache(policy), random_text(12), [1])
-    assert seen == [torch.Size([1, 2, 3, 1, 8])] * 12

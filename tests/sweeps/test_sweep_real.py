@@ -45,6 +45,7 @@ def test_the_shipped_smoke_sweep(project: Path) -> None:
     text = finish(start("smoke", "trials=6", "time_limit_s=600", "workers=2"))
     assert "all 6 trials are done" in text, text
     assert "against the baseline" in text
+    assert "type hints" not in text  # what MLflow says of a registered model
     best = json.loads(Path("runs/sweeps/smoke/best.json").read_text())
     assert best[0]["rescored"]["kl"] == min(entry["rescored"]["kl"] for entry in best)
     assert len(best[0]["rows"]["kl"]) == 4
@@ -52,6 +53,11 @@ def test_the_shipped_smoke_sweep(project: Path) -> None:
     parent = check_runs(found, 6)
     assert (parent.info.status, parent.data.metrics["best/kl"]) == ("FINISHED", best[0]["rescored"]["kl"])
     by_trial = {run.data.tags.get("trial"): run for run in found}
+    assert parent.data.tags["registered"] == "models:/kvpop_smoke/1"
+    versions = MlflowClient(f"sqlite:///{project / 'mlflow.db'}").search_model_versions(
+        "name = 'kvpop_smoke'"
+    )
+    assert [version.run_id for version in versions] == [by_trial[str(best[0]["number"])].info.run_id]
     baseline = by_trial["0"]
     assert baseline.data.params["policy.decay"] == "1.0"
     assert {"kl", "rescored/kl", "train/loss"} <= set(baseline.data.metrics)
