@@ -33,6 +33,7 @@ class RaggedLayer(BoundedLayer):
         used: int64 [B], pages of the row that are taken.
     """
 
+    holds_budget = False
     closed: Tensor
     page_keys: Tensor
     page_values: Tensor
@@ -159,7 +160,7 @@ def attend_ragged(
     open_key, open_value, open_exists = layer.opened()
     whole = torch.cat([open_exists[:, :, None].expand(-1, -1, length, -1), visible], -1)
     held_key, held_value = torch.cat([ring_key, key], 2), torch.cat([ring_value, value], 2)
-    out, _ = grouped_attention(query, [open_key, held_key], [open_value, held_value], whole, scaling)
+    out = grouped_attention(query, [open_key, held_key], [open_value, held_value], whole, scaling)
 
     # Of the first C of them, the c-th leaves the window at the c-th query.
     moving = exists[..., :length] & span.valid[:, None]  # [B, 1, C]
