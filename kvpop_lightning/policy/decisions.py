@@ -50,7 +50,7 @@ def teacher_decisions(
             competes has one, so this changes nothing for `future_attention_target`'s own mask.)
         boundary: `cutoff`: the topk-th best of E_i, or the next one if that is the newcomer itself;
             `displaced`: the topk-th best of E_{i-1}, the token that the newcomer has to beat in the cache.
-        backend: `parallel` (= `auto`) or `reference`.
+        backend: of `running_kth_best`: `auto`, `triton`, `parallel` or `reference`.
 
     Raises:
         ValueError: wrong shapes, an unknown boundary or backend.

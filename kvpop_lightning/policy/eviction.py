@@ -9,6 +9,7 @@ from kvpop_lightning.policy.budget import NEVER, Budget
 from kvpop_lightning.policy.documents import DocumentLayout, document_layout
 from kvpop_lightning.policy.eviction_reference import eviction_time_reference
 from kvpop_lightning.policy.order_statistics import competition_order, kth_smallest_in_range
+from kvpop_lightning.policy.triton_choice import choose_backend
 
 
 def eviction_time(
@@ -21,23 +22,33 @@ def eviction_time(
             token wins among equals. Any number of heads: those of all layers may be stacked.
         budget: sinks, window and long-range slots, per document.
         document_ids: int64 [B, T], non-decreasing, -1 = padding anywhere; None = one document.
-        backend: `parallel` (= `auto`: exact, no loop over tokens, any device) or `reference` (a heap).
+        backend: all give the same. `triton` (CUDA), `parallel` (no loop over tokens, any device) or
+            `reference` (a heap); `auto` is triton where it can run, parallel elsewhere.
 
     Returns:
         int64 [B, H, T], a row index `>= j + budget.window`, or NEVER: sinks, padding, and tokens that the
         last query of their document still sees.
 
     Raises:
-        ValueError: wrong shapes or an unknown backend.
+        ValueError: wrong shapes, an unknown backend, triton where it cannot run.
     """
     if priority.dim() != 3:
         raise ValueError(f"priority must be [B, H, T], got shape {tuple(priority.shape)}")
     if backend == "reference":
         return eviction_time_reference(priority, budget, document_ids=document_ids)
-    if backend not in ("auto", "parallel"):
-        raise ValueError(f"backend must be auto, parallel or reference, got {backend!r}")
+    if backend not in ("auto", "triton", "parallel"):
+        raise ValueError(f"backend must be auto, triton, parallel or reference, got {backend!r}")
     batch, _, length = priority.shape
-    layout = document_layout(document_ids, batch=batch, length=length, device=priority.device)
+    backend = choose_backend(backend, priority, work="eviction_time", otherwise="parallel")
+    if backend == "triton" and document_ids is None:
+        layout = None
+    else:
+        layout = document_layout(document_ids, batch=batch, length=length, device=priority.device)
+    if backend == "triton":
+        from kvpop_lightning.policy.triton_order import eviction_time_triton
+
+        return eviction_time_triton(priority, budget, layout)
+    assert layout is not None
     return _eviction_time_parallel(priority, budget, layout)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpop_lightning.policy.documents import DocumentLayout, document_layout
+from kvpop_lightning.policy.triton_choice import choose_backend, triton_refusal
 
 _STRIP_ELEMENTS_CPU = 2**19
 """Logits per strip: small enough to stay in a core's cache between the passes over them."""
@@ -63,22 +64,40 @@ class Inflation(NamedTuple):
 
 
 def dense_log_normalizer(
-    query: Tensor, key: Tensor, *, document_ids: Tensor | None = None, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    *,
+    document_ids: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
-    """Natural log-normaliser of every query under dense causal attention inside its document, in strips.
+    """Natural log-normaliser of every query under dense causal attention inside its document.
 
     Args:
         query: [B, Hq, T, D]; key: [B, Hkv, T, D], Hkv dividing Hq (query head g reads KV head
             g // (Hq / Hkv)).
         document_ids: int64 [B, T], -1 = padding; None = one document.
         scale: factor on the logits; None = D ** -0.5.
+        backend: `triton` (CUDA; see `future_attention_target`), `chunked` (strips of queries, any device);
+            `auto` is triton where it can run, chunked elsewhere.
 
     Returns:
         [B, Hq, T], float32 (float64 for float64 inputs); -inf at padding. No gradient.
     """
     check_query_key(query, key)
+    if backend not in ("auto", "triton", "chunked"):
+        raise ValueError(f"backend must be auto, triton or chunked, got {backend!r}")
     batch, heads, length, _ = query.shape
     layout = document_layout(document_ids, batch=batch, length=length, device=query.device)
+    backend = choose_backend(
+        backend, query, work="dense_log_normalizer", otherwise="chunked", refusal=triton_refusal(query)
+    )
+    if backend == "triton":
+        from kvpop_lightning.policy.triton_target import dense_log_normalizer_triton
+
+        return dense_log_normalizer_triton(
+            query, key, layout, scale=query.shape[-1] ** -0.5 if scale is None else scale
+        )
     groups = heads // key.shape[1]
     result = torch.full(
         (batch, key.shape[1], groups, length), float("-inf"), dtype=compute_dtype(query), device=query.device

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpop_lightning.policy.documents import DocumentLayout, document_layout
 from kvpop_lightning.policy.eviction_reference import running_kth_best_reference
+from kvpop_lightning.policy.triton_choice import choose_backend
 
 
 def kth_smallest_in_range(values: Tensor, begin: Tensor, end: Tensor, k: int) -> Tensor:
@@ -87,7 +88,8 @@ def running_kth_best(
         k: long-range slots (>= 1).
         sink: first tokens of a document, which do not compete.
         document_ids: int64 [B, T], -1 = padding; None = one document.
-        backend: `parallel` (= `auto`) or `reference` (a sorted list per head and document).
+        backend: all give the same. `triton` (CUDA), `parallel` (any device) or `reference` (a sorted list per
+            head and document); `auto` is triton where it can run, parallel elsewhere.
 
     Returns:
         int64 [B, H, T]: at token j the row index of the k-th best of its document's competing tokens up to
@@ -97,15 +99,21 @@ def running_kth_best(
         raise ValueError(f"topk must be at least 1, got {k}")
     if backend == "reference":
         return running_kth_best_reference(priority, k, sink=sink, document_ids=document_ids)
-    if backend not in ("auto", "parallel"):
-        raise ValueError(f"backend must be auto, parallel or reference, got {backend!r}")
+    if backend not in ("auto", "triton", "parallel"):
+        raise ValueError(f"backend must be auto, triton, parallel or reference, got {backend!r}")
     batch, _, length = priority.shape
     layout = document_layout(document_ids, batch=batch, length=length, device=priority.device)
-    return kth_best_of_prefixes(priority, k, sink, layout)
+    return kth_best_of_prefixes(priority, k, sink, layout, backend=backend)
 
 
-def kth_best_of_prefixes(priority: Tensor, k: int, sink: int, layout: DocumentLayout) -> Tensor:
-    """The parallel form of `running_kth_best` on a ready layout."""
+def kth_best_of_prefixes(
+    priority: Tensor, k: int, sink: int, layout: DocumentLayout, *, backend: str = "auto"
+) -> Tensor:
+    """`running_kth_best` on a ready layout; backend `auto`, `triton` or `parallel`."""
+    if choose_backend(backend, priority, work="running_kth_best", otherwise="parallel") == "triton":
+        from kvpop_lightning.policy.triton_order import kth_best_triton
+
+        return kth_best_triton(priority, k, sink, layout)
     if k > priority.shape[-1]:
         return torch.full(priority.shape, -1, dtype=torch.int64, device=priority.device)
     order = competition_order(priority, layout, sink)

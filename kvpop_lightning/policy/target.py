@@ -16,6 +16,7 @@ from kvpop_lightning.policy.normalizer import (
     logit_strips,
 )
 from kvpop_lightning.policy.target_reference import aggregate_heads, future_attention_target_reference
+from kvpop_lightning.policy.triton_choice import choose_backend, triton_refusal
 
 _NEGLIGIBLE_EPS = 1e-30
 """An `eps` from here on hides what float32 loses when probabilities are added up outside the log domain."""
@@ -50,28 +51,33 @@ def future_attention_target(
             mass).
         eps: added to the mass before the log.
         scale: factor on the logits; None = D ** -0.5.
-        backend: `chunked` (= `auto`) or `reference` (float64, from the definition, builds [T, T]).
-        max_elements: logits per strip; None = a default for the device.
+        backend: `triton` (CUDA; bfloat16, float16 or float32, D up to 256), `chunked` (any device) or
+            `reference` (float64, from the definition, builds [T, T]); `auto` is triton where it can run,
+            chunked elsewhere.
+        max_elements: logits per strip of `chunked`; None = a default for the device.
 
     Returns:
         target [B, Hkv, T], float32 (float64 for float64 inputs), nats, 0 where invalid; and valid, bool, same
         shape: False at padding and at tokens that no later query outside their window follows.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown aggregation or backend.
+        ValueError: shapes that do not fit, an unknown aggregation or backend, triton where it cannot run.
     """
     check_query_key(query, key)
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if aggregation not in ("max", "mean", "logmeanexp"):
         raise ValueError(f"target.aggregation must be max, mean or logmeanexp, got {aggregation!r}")
-    if backend not in ("auto", "chunked", "reference"):
-        raise ValueError(f"backend must be auto, chunked or reference, got {backend!r}")
+    if backend not in ("auto", "triton", "chunked", "reference"):
+        raise ValueError(f"backend must be auto, triton, chunked or reference, got {backend!r}")
     if normalizer is not None and normalizer.shape != query.shape[:3]:
         raise ValueError(
             f"normalizer must be [B, Hq, T] = {tuple(query.shape[:3])}, got {tuple(normalizer.shape)}"
         )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    backend = choose_backend(
+        backend, query, work="future_attention_target", otherwise="chunked", refusal=triton_refusal(query)
+    )
     with torch.no_grad(), full_precision(query):
         if backend == "reference":
             target, valid = future_attention_target_reference(
@@ -87,6 +93,24 @@ def future_attention_target(
             return target.to(compute_dtype(query)), valid
         batch, _, length, _ = query.shape
         layout = document_layout(document_ids, batch=batch, length=length, device=query.device)
+        if backend == "triton":
+            from kvpop_lightning.policy.triton_target import future_attention_target_triton
+
+            if normalizer is None:
+                normalizer = dense_log_normalizer(
+                    query, key, document_ids=document_ids, scale=scale, backend="triton"
+                )
+            return future_attention_target_triton(
+                query,
+                key,
+                layout,
+                normalizer,
+                window=window,
+                aggregation=aggregation,
+                eps=eps,
+                scale=scale,
+                logarithmic=eps < _NEGLIGIBLE_EPS,
+            )
         if normalizer is None and eps >= _NEGLIGIBLE_EPS:
             log_mass = _future_mass_dense(query, key, layout, window, scale, max_elements).log()
         else:

@@ -1,4 +1,4 @@
-"""The k-th best of every prefix, and with it the eviction times, as two Triton kernels (METHOD.md, section 2).
+"""The k-th best of every prefix, and with it the eviction times, in Triton (METHOD.md, section 2).
 
 One sort gives every token a grade, its place from worst to best; from there on only integers are compared.
 While `C` tokens join, the k-th best can move up by at most `C` places. So a row is cut into chunks of `C`
@@ -202,12 +202,12 @@ def _chunk_kernel(
     length_ptr, out_ptr, T, heads, chunks, k, sink, window,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """The k-th best after each token of a chunk; or, from the one before each, whom it drives out and when."""
+    """The k-th best after each token of a chunk; or, from the one before it, whom it drives out and when."""
     chunk = tl.program_id(0)
     lane = tl.program_id(1).to(tl.int64)
     first = chunk * CHUNK
     base = lane // heads * T
-    first_row, first_start, before = _chunk_start(
+    _, first_start, before = _chunk_start(
         first, row_at_ptr, position_ptr, start_ptr, ordinal_ptr, base, T, PACKED
     )
     has_old = (before > 0) & (before + CHUNK >= k)
