@@ -6,11 +6,12 @@ can stop after any block, streaming can start at any block, and any number of wo
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,37 +19,49 @@ from kvpop_lightning.config.schema import DataConfig
 from kvpop_lightning.data import families, reasoning
 from kvpop_lightning.data.chat import ChatRenderer
 from kvpop_lightning.data.documents import Document
-from kvpop_lightning.data.packing import OpenRows, Piece, pack, pieces_of
+from kvpop_lightning.data.packing import OpenRows, Piece, pieces_of
 from kvpop_lightning.data.problem import Problem
-from kvpop_lightning.data.records import file_hashes, find_files, read_documents
 from kvpop_lightning.errors import UserError
 
 SPLITS = ("train", "eval")
 ROWS_PER_BLOCK = 16
-DOCUMENTS_PER_BLOCK = 1024
 SMALLEST_GAP = 64  # tokens; hardly any short problem is shorter
 
 
 @dataclass
 class Block:
-    """Rows of one block in order, and what happened to its documents by name."""
+    """Rows of one block in order, what happened to its documents by name, and the overlaps with evaluation
+    suites that were found in them."""
 
     rows: list[list[Piece]]
     counts: Counter[str] = field(default_factory=Counter)
+    overlaps: list[dict[str, str]] = field(default_factory=list)
 
 
 class Blocks(ABC):
-    """Numbered blocks of one split. `length` is None for a source that never ends."""
+    """Numbered blocks of one split.
+
+    The work is in two parts: `tasks` is cheap and sequential (it reads the source), `make` is expensive and
+    depends on its arguments alone, so that any process may do it.
+    """
 
     def __init__(self, config: DataConfig, renderer: ChatRenderer, split: str) -> None:
         assert split in SPLITS
         self.config, self.renderer, self.split = config, renderer, split
         self.single = split == "eval" and config.eval_single_document
-        self.source_counts: Counter[str] = Counter()
 
     @abstractmethod
+    def tasks(self, first: int) -> Iterator[tuple[int, Any]]:
+        """What blocks are made from, from number `first` on, with their numbers."""
+
+    @abstractmethod
+    def make(self, number: int, task: Any) -> Block:
+        """The block of that number."""
+
     def from_block(self, first: int) -> Iterator[tuple[int, Block]]:
         """Blocks from number `first` on, with their numbers."""
+        for number, task in self.tasks(first):
+            yield number, self.make(number, task)
 
 
 class ProceduralBlocks(Blocks):
@@ -61,14 +74,10 @@ class ProceduralBlocks(Blocks):
         self.fill = reasoning.FAMILY in names and len(names) > 1 and not self.single
         self.families = [name for name in names if name != reasoning.FAMILY] or names
 
-    def from_block(self, first: int) -> Iterator[tuple[int, Block]]:
-        number = first
-        while True:
-            yield number, self.block(number)
-            number += 1
+    def tasks(self, first: int) -> Iterator[tuple[int, Any]]:
+        return ((number, None) for number in itertools.count(first))
 
-    def block(self, number: int) -> Block:
-        """The block of that number."""
+    def make(self, number: int, task: Any) -> Block:
         return self._single_row(number) if self.single else self._packed(number)
 
     def _single_row(self, number: int) -> Block:
@@ -132,70 +141,6 @@ class ProceduralBlocks(Blocks):
         return len(self.renderer(problem.messages))
 
 
-class FileBlocks(Blocks):
-    """Documents of local files, `DOCUMENTS_PER_BLOCK` at a time, shuffled inside a block by the seed."""
-
-    def __init__(self, config: DataConfig, renderer: ChatRenderer, split: str) -> None:
-        super().__init__(config, renderer, split)
-        self.own_file = config.eval_path is not None
-        key = "data.eval_path" if split == "eval" and self.own_file else "data.path"
-        self.files = find_files(config.eval_path if key == "data.eval_path" else config.path, key)
-
-    def from_block(self, first: int) -> Iterator[tuple[int, Block]]:
-        # Starting later still reads the rows before (hashes decide on duplicates), but does not tokenise
-        # them.
-        self.source_counts = Counter()
-        waiting: list[Document] = []
-        number = 0
-        for document in self._documents():
-            waiting.append(document)
-            if len(waiting) == DOCUMENTS_PER_BLOCK:
-                if number >= first:
-                    yield number, self._block(waiting, number)
-                number, waiting = number + 1, []
-        if waiting and number >= first:
-            yield number, self._block(waiting, number)
-
-    def _documents(self) -> Iterator[Document]:
-        counts, seen = self.source_counts, set[str]()
-        evaluation: set[str] = set()
-        if self.split == "train" and self.own_file:
-            others = find_files(self.config.eval_path, "data.eval_path")
-            known = read_documents(others, self.config.source, self.config.on_bad_row, Counter())
-            evaluation = {document.problem_hash for document in known}
-        for document in read_documents(self.files, self.config.source, self.config.on_bad_row, counts):
-            if document.hash in seen:
-                counts["duplicate"] += 1
-            elif self.own_file and document.problem_hash in evaluation:
-                counts["problem_in_evaluation"] += 1
-            elif not self.own_file and document.for_evaluation != (self.split == "eval"):
-                counts["other_split"] += 1
-            else:
-                counts["kept"] += 1
-                yield document
-            seen.add(document.hash)
-
-    def _block(self, documents: Sequence[Document], number: int) -> Block:
-        counts, pieces = Counter[str](), list[Piece]()
-        length = self.config.row_length
-        order = random.Random(f"{self.config.seed}/{self.split}/{number}").sample(
-            range(len(documents)), len(documents)
-        )
-        for index in order:
-            document = documents[index]
-            rendered = self.renderer(document.messages)
-            if self.single:
-                if len(rendered) < length:
-                    counts["shorter_than_a_row"] += 1
-                    continue
-                counts["cut_to_the_row"] += len(rendered) > length
-                pieces += pieces_of(document, rendered, length, "truncate", Counter())
-                counts["documents"] += 1
-            else:
-                pieces += pieces_of(document, rendered, length, self.config.too_long, counts)
-        return Block([[piece] for piece in pieces] if self.single else pack(pieces, length), counts)
-
-
 def chosen_families(config: DataConfig, split: str) -> list[str]:
     """Families of a split, `all` and `held_out` resolved, in the order of the configuration.
 
@@ -221,28 +166,3 @@ def chosen_families(config: DataConfig, split: str) -> list[str]:
             f"{key}: {reasoning.FAMILY} problems are too short for data.eval_single_document=true"
         )
     return names
-
-
-def make_blocks(config: DataConfig, renderer: ChatRenderer, split: str) -> Blocks:
-    """Blocks of a split for the configured source."""
-    if config.source == "procedural":
-        return ProceduralBlocks(config, renderer, split)
-    return FileBlocks(config, renderer, split)
-
-
-def source_identity(config: DataConfig) -> dict[str, Any]:
-    """What the content of the source depends on, for the fingerprint."""
-    if config.source == "procedural":
-        return {
-            "families": chosen_families(config, "train"),
-            "eval_families": chosen_families(config, "eval"),
-            "min_document_tokens": config.min_document_tokens,
-            "max_document_tokens": config.max_document_tokens,
-            "reasoning_gym": reasoning.package_version(),
-        }
-    if config.source not in ("jsonl", "parquet"):
-        raise UserError(f"data.source must be procedural, jsonl or parquet, got {config.source!r}")
-    identity: dict[str, Any] = {"files": file_hashes(find_files(config.path, "data.path"))}
-    if config.eval_path is not None:
-        identity["eval_files"] = file_hashes(find_files(config.eval_path, "data.eval_path"))
-    return identity

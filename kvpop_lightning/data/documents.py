@@ -9,9 +9,6 @@ from functools import cached_property
 
 from kvpop_lightning.data.chat import Message
 
-EVAL_SHARE = 0.1
-"""Share of the documents of a file that are kept for evaluation when no evaluation file is given."""
-
 
 @dataclass(frozen=True)
 class Document:
@@ -39,10 +36,9 @@ class Document:
             problem.append(" ".join(message["content"].split()))
         return _digest(problem)
 
-    @property
-    def for_evaluation(self) -> bool:
-        """Whether the document falls into the evaluation share."""
-        return int(self.problem_hash[:8], 16) < EVAL_SHARE * 2**32
+    def in_share(self, share: float) -> bool:
+        """Whether the document falls into the share (0 to 1) of problems that is kept for evaluation."""
+        return int(self.problem_hash[:8], 16) < share * 2**32
 
 
 def _digest(content: object) -> str:

@@ -10,13 +10,13 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from kvpop_lightning.config.schema import DataConfig
-from kvpop_lightning.data.blocks import make_blocks
 from kvpop_lightning.data.chat import ChatRenderer
 from kvpop_lightning.data.fingerprint import describe, fingerprint
 from kvpop_lightning.data.loader import RowLoader
 from kvpop_lightning.data.position import Position, RowBatchSampler
 from kvpop_lightning.data.prepare import Prepared, load_rows, prepare
 from kvpop_lightning.data.rows import PackedRows
+from kvpop_lightning.data.sources import make_blocks
 from kvpop_lightning.data.stream import StreamingRows
 from kvpop_lightning.errors import UserError
 

@@ -7,8 +7,8 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ from rich.progress import (
 )
 
 from kvpop_lightning.config.schema import DataConfig
-from kvpop_lightning.data.blocks import SPLITS, make_blocks
+from kvpop_lightning.data.blocks import SPLITS
 from kvpop_lightning.data.chat import ChatRenderer
+from kvpop_lightning.data.document_blocks import OVERLAPS_LISTED, account
 from kvpop_lightning.data.fingerprint import describe, fingerprint
 from kvpop_lightning.data.packing import Piece
+from kvpop_lightning.data.parallel import made
 from kvpop_lightning.data.rows import INDEX, PackedRows, check_shard, write_json, write_shard
+from kvpop_lightning.data.sources import make_blocks
 from kvpop_lightning.errors import UserError
 
 TOKENS_PER_SHARD = 1 << 22
@@ -93,6 +96,7 @@ def _prepare_split(
     state = _resume(partial)
     blocks = make_blocks(config, ChatRenderer(tokenizer, config.loss_on), split)
     counts = Counter[str](state["counts"])
+    overlaps: list[dict[str, str]] = state["overlaps"]
     shards: list[dict[str, Any]] = state["shards"]
     done = sum(shard["rows"] for shard in shards)
     per_shard = max(1, TOKENS_PER_SHARD // config.row_length)
@@ -102,15 +106,19 @@ def _prepare_split(
     def flush(next_block: int) -> None:
         shards.append(write_shard(partial, len(shards), waiting, config.row_length, len(tokenizer)))
         waiting.clear()
-        write_json(partial / _PROGRESS, {"next_block": next_block, "shards": shards, "counts": dict(counts)})
+        now = {"next_block": next_block, "shards": shards, "counts": dict(counts), "overlaps": overlaps}
+        write_json(partial / _PROGRESS, now)
 
-    with _bar(f"preparing {split} rows", wanted, done, progress) as advance:
+    stream = made(blocks, state["next_block"], config.processes)
+    with _bar(f"preparing {split} rows", wanted, done, progress) as advance, closing(stream):
         try:
             if done < wanted:
-                for number, block in blocks.from_block(state["next_block"]):
+                for number, block in stream:
                     rows = block.rows[: wanted - done - len(waiting)]
                     counts.update(block.counts)
                     counts["rows_not_needed"] += len(block.rows) - len(rows)
+                    counts["documents_not_needed"] += _lost(rows, block.rows[len(rows) :])
+                    overlaps += block.overlaps[: OVERLAPS_LISTED - len(overlaps)]
                     waiting += rows
                     advance(len(rows))
                     if done + len(waiting) >= wanted or len(waiting) >= per_shard:
@@ -125,7 +133,6 @@ def _prepare_split(
             if not shards:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-    counts.update(blocks.source_counts)
     if done == 0:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(_no_rows(config, split, counts))
@@ -142,6 +149,8 @@ def _prepare_split(
             "supervised_tokens": sum(shard["supervised"] for shard in shards),
             "packing_efficiency": tokens / (done * config.row_length),
             "counts": dict(sorted((+counts).items())),
+            "account": None if config.source == "procedural" else account(counts),
+            "overlaps": overlaps,
             "seconds": time.perf_counter() - began,
             "description": description,
             "config": asdict(config),
@@ -155,7 +164,7 @@ def _prepare_split(
 def _resume(partial: Path) -> dict[str, Any]:
     """Where an interrupted run stopped; whatever it left unfinished is removed."""
     partial.mkdir(exist_ok=True)
-    state: dict[str, Any] = {"next_block": 0, "shards": [], "counts": {}}
+    state: dict[str, Any] = {"next_block": 0, "shards": [], "counts": {}, "overlaps": []}
     try:
         found = json.loads((partial / _PROGRESS).read_text("utf-8"))
         for shard in found["shards"]:
@@ -170,10 +179,18 @@ def _resume(partial: Path) -> dict[str, Any]:
     return state
 
 
+def _lost(taken: Sequence[Sequence[Piece]], left: Sequence[Sequence[Piece]]) -> int:
+    """Documents of which no piece lies in a row taken."""
+    kept = {piece.hash for row in taken for piece in row}
+    return len({piece.hash for row in left for piece in row} - kept)
+
+
 def _no_rows(config: DataConfig, split: str, counts: Counter[str]) -> str:
     told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     if counts["shorter_than_a_row"]:
         hint = "lower data.row_length, set data.eval_single_document=false or give longer documents"
+    elif counts["contaminated"]:
+        hint = "they overlap with data.suites or data.eval_path; data.decontaminate=report keeps them"
     elif split == "eval":
         hint = "too few documents to set some aside for evaluation: give data.eval_path"
     else:

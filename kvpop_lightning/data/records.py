@@ -1,27 +1,31 @@
-"""Rows of local JSONL and Parquet files as documents, with every bad row named by file and line."""
+"""Rows of local JSONL, Parquet and Arrow files, memory constant in their size."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpop_lightning.data.documents import Document
+from kvpop_lightning.data.conversation import BadRowError
 from kvpop_lightning.errors import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
+KINDS = ("jsonl", "parquet", "arrow")
+_COLUMNS = ("messages", "conversations", "problem", "solution", "expected_answer", "answer", "tools")
 
 
-class BadRowError(ValueError):
-    """Why a row cannot be used; `reason` is the name it is counted under."""
+@dataclass(frozen=True)
+class Row:
+    """One row as it was found: `origin` is short (`file.jsonl:12`), `where` names it for a person. `record`
+    is a BadRowError where it could not even be parsed."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    record: Any
+    origin: str
+    where: str
+    family: str
 
 
 def find_files(pattern: str | None, key: str) -> list[Path]:
@@ -47,131 +51,106 @@ def file_hashes(files: list[Path]) -> dict[str, str]:
     """SHA-256 of the content of each file, by position and name (moving the folder changes nothing)."""
     hashes = {}
     for index, file in enumerate(files):
-        digest = hashlib.sha256()
         try:
             with file.open("rb") as stream:
-                while chunk := stream.read(1 << 20):
-                    digest.update(chunk)
+                hashes[f"{index}:{file.name}"] = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
-        hashes[f"{index}:{file.name}"] = digest.hexdigest()
     return hashes
 
 
-def read_documents(files: list[Path], kind: str, on_bad_row: str, counts: Counter[str]) -> Iterator[Document]:
-    """Documents of the files in order, memory constant in their size.
+def kind_of(file: Path) -> str:
+    """Kind of a file by its name; anything unknown is read as JSON lines."""
+    return {".parquet": "parquet", ".arrow": "arrow"}.get(file.suffix.lower(), "jsonl")
 
-    Counts `rows`, and `bad_row_<reason>` for each row skipped.
+
+def read_rows(
+    files: list[Path], kind: str | None = None, *, columns: tuple[str, ...] | None = None
+) -> Iterator[Row]:
+    """Rows of the files in order; `kind` None = by each file's name. Of Parquet and Arrow files only
+    `columns` are read; None = those of a document, which must be there.
 
     Raises:
-        UserError: unreadable file, a file without rows, or a bad row while `on_bad_row` is `error`.
+        UserError: an unreadable file, or one without rows.
     """
-    if on_bad_row not in ("error", "skip"):
-        raise UserError(f"data.on_bad_row must be error or skip, got {on_bad_row!r}")
+    readers = {"jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow}
     for file in files:
-        rows = 0
-        for line, record in _parquet(file) if kind == "parquet" else _jsonl(file):
-            rows += 1
-            counts["rows"] += 1
-            try:
-                if isinstance(record, BadRowError):
-                    raise record
-                yield Document(tuple(messages_of(record)), f"{file.name}:{line}", file.name)
-            except BadRowError as error:
-                if on_bad_row == "error":
-                    where = f"{file}:{line}" if kind == "jsonl" else f"{file} row {line}"
-                    raise UserError(
-                        f"{where}: {error} (data.on_bad_row=skip skips and counts such rows)"
-                    ) from error
-                counts[f"bad_row_{error.reason}"] += 1
-        if rows == 0:
+        chosen, number = kind or kind_of(file), 0
+        for number, record in readers[chosen](file, columns):
+            where = f"{file}:{number}" if chosen == "jsonl" else f"{file} row {number}"
+            yield Row(record, f"{file.name}:{number}", where, file.name)
+        if number == 0:
             raise UserError(f"{file} holds no rows")
 
 
-def messages_of(record: Any) -> list[dict[str, str]]:
-    """Messages of a row with `messages` or with `problem` and `solution`.
-
-    Raises:
-        BadRowError: a field is missing, empty or of the wrong type.
-    """
-    if not isinstance(record, dict):
-        raise BadRowError("not_an_object", f"the row is a {type(record).__name__}, not an object")
-    if record.get("messages") is None:
-        fields = []
-        for name in ("problem", "solution"):
-            if record.get(name) is None:
-                raise BadRowError(
-                    "missing_field",
-                    f"missing field {name!r} (a row has `messages`, or `problem` and `solution`)",
-                )
-            fields.append(_text(record[name], name))
-        return [{"role": "user", "content": fields[0]}, {"role": "assistant", "content": fields[1]}]
-    messages = record["messages"]
-    if not isinstance(messages, list):
-        raise BadRowError("wrong_type", f"`messages` is a {type(messages).__name__}, not a list")
-    if not messages:
-        raise BadRowError("empty_messages", "`messages` is empty")
-    result = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") is None or message.get("content") is None:
-            raise BadRowError("missing_field", f"messages[{index}] needs `role` and `content`")
-        if message["role"] not in ROLES:
-            raise BadRowError(
-                "unknown_role", f"messages[{index}] has the role {message['role']!r}, not one of {ROLES}"
-            )
-        result.append(
-            {"role": message["role"], "content": _text(message["content"], f"messages[{index}].content")}
-        )
-    if all(message["role"] != "assistant" for message in result):
-        raise BadRowError("no_assistant", "no message of the assistant")
-    return result
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise BadRowError("wrong_type", f"{name} is a {type(value).__name__}, not a string")
-    if not value.strip():
-        raise BadRowError("empty_text", f"{name} is empty")
+def parse_line(text: str) -> Any:
+    """The record in a line of JSON, or the BadRowError that says why there is none."""
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadRowError("not_unicode", f"{name} holds half of a surrogate pair") from None
-    return value
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        return BadRowError("not_json", f"not JSON: {error.msg} at column {error.colno}")
 
 
-def _jsonl(file: Path) -> Iterator[tuple[int, Any]]:
+def _jsonl(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:
     try:
         with file.open("rb") as stream:
             for number, raw in enumerate(stream, 1):
                 if not raw.strip():
                     continue
                 try:
-                    yield number, json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+                    yield number, parse_line(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except UnicodeDecodeError as error:
                     yield number, BadRowError("not_utf8", f"not UTF-8 at byte {error.start}")
-                except json.JSONDecodeError as error:
-                    yield number, BadRowError("not_json", f"not JSON: {error.msg} at column {error.colno}")
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
+def _parquet(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(file)
-        columns = [name for name in ("messages", "problem", "solution") if name in table.schema_arrow.names]
-        if "messages" not in columns and len(columns) < 2:
-            names = ", ".join(table.schema_arrow.names)
-            raise UserError(
-                f"{file} row 1: missing field `messages`, or `problem` and `solution`; its columns are "
-                f"{names}"
-            )
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns):
-            for record in batch.to_pylist():
-                number += 1
-                yield number, record
+        wanted = _columns(file, table.schema_arrow.names, columns)
+        yield from _numbered(table.iter_batches(batch_size=256, columns=wanted), wanted)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _arrow(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as mapped:
+            try:
+                whole = pa.ipc.open_file(mapped)
+                names = whole.schema.names
+                batches: Any = (whole.get_batch(i) for i in range(whole.num_record_batches))
+            except pa.ArrowInvalid:  # the stream format, as `datasets` writes its cache
+                mapped.seek(0)
+                batches = pa.ipc.open_stream(mapped)
+                names = batches.schema.names
+            yield from _numbered(batches, _columns(file, names, columns))
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file} is not a readable Arrow file: {str(error).splitlines()[0]}") from error
+
+
+def _columns(file: Path, names: list[str], asked: tuple[str, ...] | None) -> list[str]:
+    found = [name for name in asked or _COLUMNS if name in names]
+    if asked is not None:
+        return found
+    if "messages" not in found and "conversations" not in found and not {"problem", "solution"} <= {*found}:
+        raise UserError(
+            f"{file} row 1: missing field `messages`, or `problem` and `solution`; its columns are "
+            f"{', '.join(names)}"
+        )
+    return found
+
+
+def _numbered(batches: Any, columns: list[str]) -> Iterator[tuple[int, Any]]:
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, 256):
+            for record in batch.select(columns).slice(start, 256).to_pylist():
+                number += 1
+                yield number, record

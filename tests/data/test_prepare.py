@@ -242,7 +242,10 @@ def test_unusable_settings_say_what_to_do(config, tokenizer, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", 40, words=2)
     files = replace(config, source="jsonl", path=str(tmp_path / "a.jsonl"))
     cases = [
-        (replace(config, source="csv"), "data.source must be procedural, jsonl or parquet, got 'csv'"),
+        (
+            replace(config, source="csv"),
+            "data.source must be procedural, jsonl, parquet, arrow or hub, got 'csv'",
+        ),
         (replace(config, families=["ledgr"]), "unknown problem family 'ledgr'"),
         (replace(config, eval_families=["reasoning_gym"]), "too short for data.eval_single_document"),
         (replace(config, train_rows=0), "data.train_rows must be at least 1"),

@@ -2,19 +2,31 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kvpop_lightning.config.schema import DataConfig
+from kvpop_lightning.data.conversation import messages_of
+from kvpop_lightning.data.document_blocks import DocumentBlocks
 from kvpop_lightning.data.documents import Document
-from kvpop_lightning.data.records import find_files, messages_of, read_documents
+from kvpop_lightning.data.records import find_files, read_rows
 from kvpop_lightning.errors import UserError
 
 GOOD = {
     "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4, naïve 数 🙂"}]
 }
 PAIR = {"problem": "1 + 1?", "solution": "2"}
+
+
+def read_documents(files, kind, on_bad_row, counts):
+    config = DataConfig(source=kind, on_bad_row=on_bad_row, eval_share=0.0)
+    source = SimpleNamespace(rows=lambda: read_rows(files, kind))
+    for _, window in DocumentBlocks(config, None, "train", source).tasks(0):
+        counts.update(window.counts)
+        yield from window.documents
 
 
 def write(path, rows):
@@ -54,7 +66,7 @@ def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, row, reason, words)
         list(read_documents([file], "jsonl", "error", Counter()))
     counts: Counter[str] = Counter()
     assert len(list(read_documents([file], "jsonl", "skip", counts))) == 2
-    assert counts == {"rows": 3, f"bad_row_{reason}": 1}
+    assert counts == {"rows": 3, f"bad_row_{reason}": 1, "kept": 2}
 
 
 def test_parquet(tmp_path):
@@ -71,6 +83,41 @@ def test_parquet(tmp_path):
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "c.parquet")
     with pytest.raises(UserError, match=r"c\.parquet row 1: missing field `messages`.*its columns are text"):
         list(read_documents([tmp_path / "c.parquet"], "parquet", "skip", Counter()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arrow_files_of_both_formats(tmp_path, stream):
+    table = pa.table({"messages": pa.array([GOOD["messages"]] * 700), "answer": ["4"] * 700})
+    writer = (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(tmp_path / "a.arrow"), table.schema)
+    writer.write_table(table, max_chunksize=300)
+    writer.close()
+    rows = list(read_rows([tmp_path / "a.arrow"]))
+    assert [row.origin for row in rows] == [f"a.arrow:{i}" for i in range(1, 701)]
+    assert rows[-1].record == {"messages": GOOD["messages"], "answer": "4"}
+    whole = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "cut.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"cut\.arrow is not a readable Arrow file"):
+        list(read_rows([tmp_path / "cut.arrow"]))
+
+
+def test_reasoning_calls_and_sharegpt():
+    rows = messages_of(
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "a", "reasoning_content": " think \n"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": "py", "arguments": "{}"}}],
+                },
+            ]
+        }
+    )
+    assert rows[1]["content"] == "<think>\nthink\n</think>\n\na"
+    assert rows[2]["content"] == '\n<tool_call>\n{"name": "py", "arguments": "{}"}\n</tool_call>'
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert [m["role"] for m in messages_of({"conversations": talk})] == ["user", "assistant"]
 
 
 def test_unreadable_files(tmp_path):
@@ -98,5 +145,6 @@ def test_documents_are_split_by_the_problem():
     a, b = document("What is  1 + 1?", "2"), document("What is 1 + 1?\n", "The answer is 2.")
     assert a.problem_hash == b.problem_hash
     assert a.hash != b.hash
-    shares = [document(f"problem {i}", "s").for_evaluation for i in range(2000)]
+    shares = [document(f"problem {i}", "s").in_share(0.1) for i in range(2000)]
     assert 0.07 < sum(shares) / len(shares) < 0.13
+    assert not any(document(f"problem {i}", "s").in_share(0.0) for i in range(50))
