@@ -9,6 +9,7 @@ from kvpop_lightning.baselines import (  # noqa: F401
     key_norm,
     keydiff,
     oracle,
+    quest,
     random,
     snapkv,
     streaming_llm,

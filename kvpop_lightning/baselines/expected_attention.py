@@ -88,7 +88,7 @@ class ExpectedAttention(StepwiseRule):
         return torch.softmax(logits, dim=-1).mean(2) * held.values.to(mean.dtype).norm(dim=-1)
 
     def _behind(self, x: Tensor, newest: Tensor) -> Tensor:
-        """x [B, ..., D] under the transpose of RoPE averaged over the `future` positions after `newest` [B]."""
+        """x [B, ..., D] under the transpose of RoPE averaged over `future` positions after `newest` [B]."""
         cos, sin = self.mean_cos.to(x.device, x.dtype), self.mean_sin.to(x.device, x.dtype)
         first, second = x.chunk(2, dim=-1)
         averaged = torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)

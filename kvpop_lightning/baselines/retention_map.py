@@ -19,6 +19,7 @@ from kvpop_lightning.policy import (
     future_attention_target,
     position_in_document,
 )
+from kvpop_lightning.policy.own_attention import OwnAttention
 
 
 @torch.no_grad()
@@ -77,6 +78,9 @@ def retention_map(
     if policy.needs_hidden and hidden is None:
         raise ValueError(f"retention_map: {name} reads hidden states: pass hidden=[B, T, Hid]")
     oracle = policy.layer_scorer(layer)
+    if isinstance(oracle, OwnAttention) and oracle.holds_all:
+        every = torch.arange(length, device=key.device)
+        return oracle.visible(query, key, policy.budget, document_ids, every)
     if isinstance(oracle, OracleScorer):
         if scores is None:
             scores, _ = future_attention_target(

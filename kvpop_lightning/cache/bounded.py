@@ -11,15 +11,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvpop_lightning.cache.checks import check_mask, check_positions, real_columns
-from kvpop_lightning.cache.chunk import attend_chunk
+from kvpop_lightning.cache.kinds import attend_by, layer_type
 from kvpop_lightning.cache.layer import BoundedLayer
-from kvpop_lightning.cache.ragged import RaggedLayer, attend_ragged
 from kvpop_lightning.cache.span import Span
-from kvpop_lightning.cache.step import attend_step
-from kvpop_lightning.cache.stepwise import SteppedLayer, attend_stepwise
 
 DEFAULT_CHUNK = 128
-_STEPS = {SteppedLayer: attend_stepwise, RaggedLayer: attend_ragged}
 
 
 class BoundedCache(Cache):
@@ -60,7 +56,7 @@ class BoundedCache(Cache):
         self._spans: list[Span] | None = None
         self._attended = 0
         super().__init__(
-            layers=[_layer_type(scorer)(self.budget, scorer, record=record) for scorer in policy.scorers]
+            layers=[layer_type(scorer)(self.budget, scorer, record=record) for scorer in policy.scorers]
         )
         for layer in self._bounded:
             if not 0 <= layer.scorer.delay <= self.budget.window:
@@ -199,7 +195,7 @@ class BoundedCache(Cache):
         for span in self._spans:
             q, k, v = span.compact(query), span.compact(key), span.compact(value)
             x = None if hidden is None else span.compact(hidden)
-            step = _STEPS.get(type(layer)) or (attend_step if span.length == 1 else attend_chunk)
+            step = attend_by(layer, span)
             out = step(layer, layer_index, self.policy, span, q, k, v, x, scaling)
             outputs.append(span.spread(out))
             layer.columns += span.length
@@ -251,7 +247,7 @@ class BoundedCache(Cache):
     @property
     def keys_held(self) -> int:
         """Most keys that a KV head holds: `min(tokens_seen, budget.total)`, where heads hold equally many."""
-        if self._seen is not None and any(isinstance(layer, RaggedLayer) for layer in self.layers):
+        if self._seen is not None and not self.layers[0].holds_budget:
             return int(self.keys_per_head().max())
         return min(self.tokens_seen, self.budget.total)
 
@@ -321,9 +317,3 @@ class BoundedCache(Cache):
     def _select_rows(self, index: Tensor) -> None:
         if self._seen is not None:
             self._seen = self._seen.index_select(0, index.to(self._seen.device))
-
-
-def _layer_type(scorer: Any) -> type[BoundedLayer]:
-    if scorer.ragged:
-        return RaggedLayer
-    return SteppedLayer if scorer.stepwise else BoundedLayer

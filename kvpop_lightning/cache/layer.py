@@ -36,6 +36,8 @@ class BoundedLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
     supports_early_init = False
+    holds_budget = True
+    """False where heads may hold more keys than the budget, or different numbers of them."""
 
     def __init__(self, budget: Budget, scorer: Any, *, record: bool) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ from kvpop_lightning.policy.stepwise import (
     new_held,
     place,
     shrunk,
+    write,
 )
 
 
@@ -100,7 +101,7 @@ def attend_stepwise(
     assert isinstance(layer, SteppedLayer)
     rule, held, budget = layer.scorer, layer.held, layer.budget
     heads, prompt = key.shape[1], rule.prompt_tokens(budget)
-    outputs = []
+    outputs, written = [], rule.written(hidden)
     for c in range(span.length):
         active = None if span.real is None else span.valid[:, c]
         seen = span.seen + c
@@ -121,7 +122,8 @@ def attend_stepwise(
                 span.length,
             )
         place(held, slot, key[:, :, c], value[:, :, c], seen, active)
-        probability = look(rule, held, query[:, :, c], seen, scaling, active)
+        write(held, slot, {name: notes[..., c] for name, notes in written.items()}, active)
+        probability = look(rule, held, budget, query[:, :, c], seen, scaling, active)
         weight = probability.to(value.dtype)
         outputs.append((weight @ held.values).reshape(query.shape[0], query.shape[1], 1, -1))
     if prompt and layer.holds_prompt and bool((span.seen + span.count > prompt).all()):

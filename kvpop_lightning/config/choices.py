@@ -13,6 +13,7 @@ SCORER_OF_TRAINED_POLICY = {"kvpop_linear": "linear", "kvpop_mlp": "mlp", "kvpop
 RULES = (
     "full",
     "streaming_llm",
+    "streaming_llm_rotated",
     "random",
     "key_norm",
     "oracle",
@@ -24,6 +25,7 @@ RULES = (
     "keydiff",
     "expected_attention",
     "snapkv",
+    "quest",
 )
 """Policies without parameters to train."""
 DECAY_SUFFIX = "+decay"

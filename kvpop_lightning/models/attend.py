@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvpop_lightning.attention import dense_attention, masked_attention, sparse_attention
 from kvpop_lightning.models.compat import register_attention
 from kvpop_lightning.models.context import ForwardContext, LayerObservation
+from kvpop_lightning.policy.own_attention import OwnAttention
 
 ATTENTION_NAME = "kvpop"
 _MODIFIERS = ("softcap", "s_aux", "position_bias", "sliding_window")
@@ -96,17 +97,23 @@ def _parallel(
             eviction = call.mode.replay[layer].to(key.device)
         else:
             eviction, score, priority = _decide(call, layer, query, key, value, hidden, scale)
-        out, _ = sparse_attention(
-            query,
-            key,
-            value,
-            eviction,
-            budget=call.policy.budget,
-            document_ids=call.document_ids,
-            scale=scale,
-            need_lse=False,
-            segments=call.segments,
-        )
+        rule, budget = call.policy.layer_scorer(layer), call.policy.budget
+        if isinstance(rule, OwnAttention):
+            out = rule.attend_rows(
+                query, key, value, eviction, budget, document_ids=call.document_ids, scale=scale
+            )
+        else:
+            out, _ = sparse_attention(
+                query,
+                key,
+                value,
+                eviction,
+                budget=budget,
+                document_ids=call.document_ids,
+                scale=scale,
+                need_lse=False,
+                segments=call.segments,
+            )
     for observer in call.mode.observers:
         seen: list[Any] = [query, key, value, hidden, score, priority]
         if not observer.gradients:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpop_lightning.policy import memory
-from kvpop_lightning.policy.budget import Budget
+from kvpop_lightning.policy.budget import NEVER, Budget
 from kvpop_lightning.policy.decay import spread_decay
 from kvpop_lightning.policy.eviction import eviction_time
+from kvpop_lightning.policy.own_attention import OwnAttention
 from kvpop_lightning.policy.priority import priority_at
 from kvpop_lightning.policy.ragged import RaggedRule, closing_times
 from kvpop_lightning.policy.scorers import Scorer, build_scorer
@@ -171,6 +172,11 @@ class RetentionPolicy(nn.Module):
         priorities (None), and runs the row query by query (`policy/stepwise.py`).
         """
         rule = self.layer_scorer(layer)
+        if isinstance(rule, OwnAttention) and rule.holds_all:
+            return torch.full(key.shape[:3], NEVER, dtype=torch.int64, device=key.device), None, None
+        row_times = getattr(rule, "row_times", None)
+        if row_times is not None:  # a stepwise rule that needs no attention to decide
+            return row_times(hidden, self.budget, document_ids), None, None
         if isinstance(rule, StepwiseRule):
             if query is None:
                 raise ValueError(f"{self.name} decides from attention: eviction_times needs query=")

@@ -94,6 +94,10 @@ class StepwiseRule(Scorer):
         """(notes, state) after a query has attended the slots; tensors as in `held`, which is not changed."""
         return held.notes, held.state
 
+    def logits(self, held: Held, query: Tensor, seen: Tensor, budget: Budget, scale: float) -> Tensor:
+        """Logits [B, Hkv, G, S] of query [B, Hkv, G, D] at position `seen` int64 [B] over the slots."""
+        return (query * scale) @ held.keys.transpose(-1, -2)
+
     def value_of(self, held: Held, newest: Tensor) -> Tensor:
         """[B, P, S]: the slot of lowest value is dropped, the oldest among equals.
 
@@ -106,6 +110,10 @@ class StepwiseRule(Scorer):
         self, key: Tensor, value: Tensor, hidden: Tensor | None, position: Tensor, document_ids: Tensor | None
     ) -> Tensor:
         raise ValueError(f"{self.kind} has no score of its own for a token: it decides from what is held")
+
+    def written(self, hidden: Tensor | None) -> dict[str, Tensor]:
+        """Notes that new tokens bring along, [B, Hkv, C] by name, from hidden [B, C, Hid] or None."""
+        return {}
 
     def slot_bytes(self, real_bytes: int = 4) -> int:
         """Bytes of positions and notes per slot, all KV heads of a layer together."""
@@ -229,8 +237,25 @@ def place(held: Held, slot: Tensor, key: Tensor, value: Tensor, seen: Tensor, ac
             note.scatter_(-1, index, torch.where(active[:, None, None], torch.zeros_like(kept), kept))
 
 
+def write(held: Held, slot: Tensor, notes: dict[str, Tensor], active: Tensor | None) -> None:
+    """Writes notes [B, Hkv] of the token that was just placed into slot int64 [B, P]."""
+    for name, new in notes.items():
+        note = held.notes[name]
+        index = slot.expand(-1, note.shape[1])[..., None]
+        fresh = new[..., None].to(note.dtype)
+        if active is not None:
+            fresh = torch.where(active[:, None, None], fresh, note.gather(-1, index))
+        note.scatter_(-1, index, fresh)
+
+
 def look(
-    rule: StepwiseRule, held: Held, query: Tensor, seen: Tensor, scale: float, active: Tensor | None
+    rule: StepwiseRule,
+    held: Held,
+    budget: Budget,
+    query: Tensor,
+    seen: Tensor,
+    scale: float,
+    active: Tensor | None,
 ) -> Tensor:
     """The query's attention over the slots, which the rule takes note of.
 
@@ -242,9 +267,8 @@ def look(
     """
     batch, heads = held.keys.shape[:2]
     grouped = query.view(batch, heads, -1, query.shape[-1])
-    logits = ((grouped * scale) @ held.keys.transpose(-1, -2)).to(
-        torch.promote_types(query.dtype, torch.float32)
-    )
+    logits = rule.logits(held, grouped, seen, budget, scale)
+    logits = logits.to(torch.promote_types(query.dtype, torch.float32))
     logits = logits.masked_fill((held.position == EMPTY)[:, :, None], -torch.inf)
     if active is not None:  # a row that holds nothing yet must not give NaN
         logits = logits.masked_fill(~active[:, None, None, None], 0.0)

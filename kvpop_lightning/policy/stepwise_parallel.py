@@ -113,7 +113,7 @@ def _widened(held: Held, key: Tensor, value: Tensor) -> Held:
 
 
 def _logits(held: Held, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """query [N, Hq, R, D] by KV head, [N, Hkv, G, R, D], and its logits over all columns, [N, Hkv, G, R, C]."""
+    """query [N, Hq, R, D] by KV head, [N, Hkv, G, R, D]; its logits over all columns, [N, Hkv, G, R, C]."""
     heads, (texts, _, length, dim) = held.keys.shape[1], query.shape
     grouped = query.reshape(texts, heads, -1, length, dim)
     product = (grouped * scale).flatten(2, 3) @ held.keys.transpose(-1, -2)
