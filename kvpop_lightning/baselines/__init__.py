@@ -11,6 +11,7 @@ from kvpop_lightning.baselines import (  # noqa: F401
     oracle,
     quest,
     random,
+    retention_gate,
     snapkv,
     streaming_llm,
     tova,

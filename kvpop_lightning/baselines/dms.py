@@ -64,7 +64,13 @@ class DMSGate(RaggedRule):
         return ALPHA_SCALE * self.network(hidden[:, None]) + ALPHA_OFFSET
 
     def set_standardization(
-        self, hidden_mean: Tensor | None = None, hidden_std: Tensor | None = None, **_: Tensor | None
+        self,
+        key_mean: Tensor | None = None,
+        key_std: Tensor | None = None,
+        value_mean: Tensor | None = None,
+        value_std: Tensor | None = None,
+        hidden_mean: Tensor | None = None,
+        hidden_std: Tensor | None = None,
     ) -> None:
         self.network.set_standardization(hidden_mean, hidden_std)
 

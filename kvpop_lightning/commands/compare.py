@@ -57,7 +57,8 @@ def compare(config: Config, call: Call) -> EvaluationResult:
         for policy in policies_to_compare(config):
             chosen = with_policy(config, policy)
             with tracked.child(policy, chosen):
-                train_policy(chosen, **shared)
+                # A base that is trained gets a copy of its own.
+                train_policy(chosen, **(shared if chosen.trainer.base == "frozen" else {}))
         if shared and is_retrofitted(shared["model"]):
             unretrofit(shared["model"])
         result = evaluate_policies(config, **shared)

@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-SCORER_OF_TRAINED_POLICY = {"kvpop_linear": "linear", "kvpop_mlp": "mlp", "kvpop_mlstm": "mlstm"}
+SCORER_OF_TRAINED_POLICY = {
+    "kvpop_linear": "linear",
+    "kvpop_mlp": "mlp",
+    "kvpop_mlstm": "mlstm",
+    "streaming_llm_plus": "streaming_llm",
+    "dms": "dms",
+    "retention_gate": "retention_gate",
+}
+TRAINS_BASE_ONLY = ("streaming_llm_plus",)
+"""Policies whose training is that of the base model under their pattern."""
+GATED = ("dms", "retention_gate")
+"""Policies that learn a gate through a soft mask on the attention."""
 RULES = (
     "full",
     "streaming_llm",
@@ -44,12 +55,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_bad_row": ("error", "skip"),
     "data.too_long": ("truncate", "drop", "split"),
     "policy.name": POLICIES,
-    "policy.scorer.type": ("linear", "mlp", "mlstm", *RULES),
+    "policy.scorer.type": ("linear", "mlp", "mlstm", *GATED, *RULES),
     "policy.scorer.inputs": ("auto", "kv", "hidden", "kv_hidden"),
     "distill.target.source": ("teacher", "student"),
     "distill.target.normalizer": ("dense", "sparse"),
     "distill.target.aggregation": ("max", "mean", "logmeanexp"),
     "distill.margin": ("effective", "raw"),
+    "distill.kl_direction": ("forward", "reverse"),
     "distill.boundary": ("cutoff", "displaced"),
     "distill.weighting": ("none", "margin_balance"),
     "trainer.base": ("frozen", "full"),

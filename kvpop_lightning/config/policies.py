@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvpop_lightning.config.choices import POLICIES, SCORER_OF_TRAINED_POLICY, did_you_mean
+from kvpop_lightning.config.choices import (
+    GATED,
+    POLICIES,
+    SCORER_OF_TRAINED_POLICY,
+    TRAINS_BASE_ONLY,
+    did_you_mean,
+)
 from kvpop_lightning.config.schema import Config, PolicyConfig
 from kvpop_lightning.errors import UserError
 
 
 def with_policy(config: Config, name: str) -> Config:
     """`config` with the policy `name`: its scorer type changes with it, budget, decay and scorer sizes stay.
+
+    Where there is nothing to train but the base, `trainer.base` becomes `full`.
 
     Raises:
         UserError: an unknown policy name.
@@ -21,6 +29,8 @@ def with_policy(config: Config, name: str) -> Config:
     scorer = config.policy.scorer
     if name in SCORER_OF_TRAINED_POLICY:
         scorer = replace(scorer, type=SCORER_OF_TRAINED_POLICY[name])
+    if name in TRAINS_BASE_ONLY:
+        config = replace(config, trainer=replace(config.trainer, base="full"))
     return replace(config, policy=replace(config.policy, name=name, scorer=scorer))
 
 
@@ -62,7 +72,8 @@ def scorer_inputs(policy: PolicyConfig) -> str:
 def retrofit_options(config: Config) -> dict[str, Any]:
     """What `retrofit` takes beside the model and the budget."""
     policy, scorer = config.policy, config.policy.scorer
-    return {
+    gate = {"gate_width": policy.gate.width} if policy.name in GATED else {}
+    return gate | {
         "policy": policy.name,
         "decay": policy.decay,
         "decay_depth": policy.decay_depth,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpop_lightning.config.schema_data import DataConfig
+from kvpop_lightning.config.schema_gates import GateConfig, GateTrainingConfig
 from kvpop_lightning.config.schema_sweeps import AblateConfig, SweepConfig
 
 
@@ -66,6 +67,7 @@ class PolicyConfig:
     """`full streaming_llm random key_norm oracle kvpop_mlp kvpop_mlstm kvpop_linear` ..."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
     decay: float = 0.7408182206817179
     """gamma in (0, 1]: exp(-0.3) per `decay_step` tokens."""
     decay_depth: float = 0.0
@@ -112,8 +114,11 @@ class DistillConfig:
     """lambda of the boundary loss beside the KL."""
     kl_topk: int = 256
     """Teacher logits kept for the training KL; 0 = all."""
+    kl_direction: str = "forward"
+    """`forward`, KL(teacher || student), or `reverse`, KL(student || teacher)."""
     kl_chunk: int = 256
     """Positions per KL chunk."""
+    gate: GateTrainingConfig = field(default_factory=GateTrainingConfig)
 
 
 @dataclass(frozen=True)

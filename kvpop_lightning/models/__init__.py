@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpop_lightning.models.attend import ATTENTION_NAME
 from kvpop_lightning.models.context import LayerObservation, LayerPrefix
 from kvpop_lightning.models.known import build_on_meta
-from kvpop_lightning.models.modes import after_prefix, dense, observe, replay
+from kvpop_lightning.models.modes import after_prefix, dense, observe, replay, softly
 from kvpop_lightning.models.persist import load, save
 from kvpop_lightning.models.retrofit import is_retrofitted, retrofit, unretrofit
 from kvpop_lightning.models.smollm2 import smollm2_available
@@ -27,6 +27,7 @@ __all__ = [
     "retrofit",
     "save",
     "smollm2_available",
+    "softly",
     "tiny_model",
     "tiny_tokenizer",
     "unretrofit",

@@ -68,6 +68,8 @@ def kvpop_attention(
         out = kvpop.cache.attend(layer, query, key, value, kvpop_hidden, scale)
     elif kvpop.dense_mask is not None:
         out = masked_attention(query, key, value, kvpop.dense_mask, scale=scale)
+    elif kvpop.mode.soft is not None:
+        out = kvpop.mode.soft(layer, query, key, value, kvpop_hidden, kvpop, scale)
     else:
         assert kvpop_hidden is not None
         out = _parallel(kvpop, layer, query, key, value, kvpop_hidden, scale)

@@ -104,6 +104,8 @@ class Mode:
     observers: tuple[Observer, ...] = ()
     prefix: tuple[LayerPrefix, ...] | None = None
     """What the layers computed for the first tokens of the rows: the forward starts after them."""
+    soft: Callable[..., Tensor] | None = None
+    """Takes the place of the attention of a parallel forward (`modes.softly`)."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: the model is not retrofitted.
     """
-    with _mode(model, dense=True, replay=None):
+    with _mode(model, dense=True, replay=None, soft=None):
         yield model
 
 
@@ -59,6 +59,26 @@ def replay(model: nn.Module, eviction_times: Sequence[Tensor]) -> Iterator[nn.Mo
             f"got {len(times)} of shapes {shapes}"
         )
     with _mode(model, dense=False, replay=times):
+        yield model
+
+
+@contextmanager
+def softly(model: nn.Module, attention: Callable[..., Tensor]) -> Iterator[nn.Module]:
+    """Inside, every layer of a parallel forward attends as `attention` says; the policy decides nothing.
+
+    For baselines that are trained through a soft mask. Observers are not called.
+
+    Args:
+        model: retrofitted.
+        attention: called as `attention(layer, query, key, value, hidden, call, scale)` with query [B, Hq, T,
+        D],
+            key and value [B, Hkv, T, D] after RoPE, hidden [B, T, Hid], all with gradients; `call` has
+            `document_ids` and `position` [B, T]. Returns [B, Hq, T, D].
+
+    Raises:
+        ValueError: the model is not retrofitted.
+    """
+    with _mode(model, dense=False, replay=None, soft=attention):
         yield model
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ from kvpop_lightning.tracking.flops import DecoderShape, StepCost
 from kvpop_lightning.tracking.lightning_logger import RunLogger
 from kvpop_lightning.tracking.mlflow_run import current_run
 from kvpop_lightning.training.callbacks import GracefulStop, Throughput, TrainingCheckpoint
+from kvpop_lightning.training.dms import DMSModule, reduction_of
 from kvpop_lightning.training.feature_store import Features
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest, dense_features
 from kvpop_lightning.training.forward import to_device
+from kvpop_lightning.training.gates import GateModule
 from kvpop_lightning.training.loader import StepLoader
 from kvpop_lightning.training.module import TrainingModule
+from kvpop_lightning.training.retention_gate import RetentionGateModule
 from kvpop_lightning.training.runtime import (
     build_callbacks,
     build_trainer,
@@ -126,7 +129,12 @@ def train(
     if not config.trainer.fast_dev_run:
         path = folder
         if job.trainer.is_global_zero:
-            record = {"settings_key": key, "steps": job.trainer.global_step, "metrics": metrics}
+            record = {
+                "settings_key": key,
+                "steps": job.trainer.global_step,
+                "metrics": metrics,
+                **job.details,
+            }
             _save(model, folder, record)
         job.trainer.strategy.barrier()
         if run is not None:
@@ -154,13 +162,16 @@ class _Job:
     checkpoint: TrainingCheckpoint
     stop: GracefulStop
     logger: Any
+    details: dict[str, Any] = field(default_factory=dict)
+    """What goes into the record beside the metrics."""
 
     def run(self) -> dict[str, float]:
         frozen = self.config.trainer.base == "frozen"
         device = next(self.model.parameters()).device
         # Scores are float32 whatever else is lowered, and cached features need no model.
         precision = resolve_precision(self.config, device)
-        cached = frozen and not self.config.data.streaming
+        gated = self.model.kvpop.layer_scorer(0).gated  # learns from the KL, so the model runs in every step
+        cached = frozen and not self.config.data.streaming and not gated
         self.trainer = build_trainer(
             self.config,
             device,
@@ -183,6 +194,9 @@ class _Job:
         metrics = {n: float(v) for n, v in self.trainer.callback_metrics.items() if n.startswith("train/")}
         if isinstance(module, ScorerModule):
             metrics |= module.to(device).summary(source.rows)
+        if isinstance(module, GateModule) and not self.config.data.streaming:
+            found, self.details = module.to(device).measure(self.data.train_rows)
+            metrics |= found
         return {name.removeprefix("train/"): value for name, value in metrics.items()}
 
     def _cached(self) -> tuple[TrainingModule, StepLoader]:
@@ -224,7 +238,7 @@ class _Job:
             standardize_scorers(self.model.kvpop, self._first_rows())
         data.rows_per_step = config.trainer.rows_per_step * config.trainer.accumulate
         vars(data).pop("position", None)  # an earlier training on the same data left it at its end
-        return StudentModule(self.model, config.distill, config.trainer, seed=config.seed), data
+        return live_module(config, self.model), data
 
     def _first_rows(self) -> Iterator[Features]:
         """Keys, values and hidden states of training rows as they come, one at a time."""
@@ -236,6 +250,18 @@ class _Job:
         for batch in fresh.train_dataloader():
             features = dense_features(self.model, to_device(batch, device), request)
             yield {name: tensor[0] for name, tensor in features.items()}
+
+
+def live_module(config: Config, model: Any) -> TrainingModule:
+    """The training module of a policy whose model runs in every step."""
+    kind = model.kvpop.layer_scorer(0).kind
+    if kind == "dms":
+        return DMSModule(
+            model, config.distill, config.trainer, reduction=reduction_of(config), seed=config.seed
+        )
+    if kind == "retention_gate":
+        return RetentionGateModule(model, config.distill, config.trainer, seed=config.seed)
+    return StudentModule(model, config.distill, config.trainer, seed=config.seed)
 
 
 def kept_files(config: Config, folder: Path, checkpoint: Path) -> list[Path]:

@@ -88,16 +88,25 @@ def top_logits(hidden: Tensor, head: Head, k: int, *, chunk: int = 256) -> TopLo
     return TopLogits(log_probs, ids, rest)
 
 
-def _kl_piece(hidden: Tensor, head: Head, log_p: Tensor, ids: Tensor, rest_p: Tensor) -> Tensor:
+def _kl_piece(
+    hidden: Tensor, head: Head, log_p: Tensor, ids: Tensor, rest_p: Tensor, reverse: bool
+) -> Tensor:
     log_q, rest_q = _split_rest(_at_least_float32(head(hidden)), ids)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1) + rest_p.exp() * (rest_p - rest_q)
+    if reverse:
+        kl = (log_q.exp() * (log_q - log_p)).sum(-1) + rest_q.exp() * (rest_q - rest_p)
+    else:
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1) + rest_p.exp() * (rest_p - rest_q)
     return kl.sum()
 
 
-def _kl_full_piece(hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head) -> Tensor:
+def _kl_full_piece(
+    hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, reverse: bool
+) -> Tensor:
     with torch.no_grad():
         log_p = _at_least_float32(teacher_head(teacher_hidden)).log_softmax(-1)
     log_q = _at_least_float32(head(hidden)).log_softmax(-1)
+    if reverse:
+        return (log_q.exp() * (log_q - log_p)).sum()
     return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
@@ -119,7 +128,9 @@ def _total(pieces: list[Tensor], hidden: Tensor) -> Tensor:
     return torch.stack(pieces).sum() if pieces else (hidden.float().sum() * 0.0)
 
 
-def kl_to_top_logits(hidden: Tensor, head: Head, teacher: TopLogits, *, chunk: int = 256) -> Tensor:
+def kl_to_top_logits(
+    hidden: Tensor, head: Head, teacher: TopLogits, *, chunk: int = 256, reverse: bool = False
+) -> Tensor:
     """Forward KL(teacher || student) on the teacher's top-K tokens with one bucket for the rest, summed over
     positions.
 
@@ -128,13 +139,14 @@ def kl_to_top_logits(hidden: Tensor, head: Head, teacher: TopLogits, *, chunk: i
         head: the student's output head.
         teacher: `top_logits` of the same N positions.
         chunk: positions per piece.
+        reverse: KL(student || teacher) instead, on the same tokens and bucket.
 
     Returns:
         scalar, nats, a lower bound of the full KL (equal at K = V); gradients reach `hidden` and the head's
         weights.
     """
     pieces = [
-        _run(_kl_piece, h, head, log_p, ids, rest)
+        _run(_kl_piece, h, head, log_p, ids, rest, reverse)
         for h, log_p, ids, rest in zip(
             hidden.split(chunk),
             teacher.log_probs.split(chunk),
@@ -148,11 +160,17 @@ def kl_to_top_logits(hidden: Tensor, head: Head, teacher: TopLogits, *, chunk: i
 
 
 def kl_full(
-    hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, *, chunk: int = 256
+    hidden: Tensor,
+    head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    chunk: int = 256,
+    reverse: bool = False,
 ) -> Tensor:
     """Forward KL(teacher || student) over the whole vocabulary, summed over positions; arguments as above."""
     pieces = [
-        _run(_kl_full_piece, h, head, t, teacher_head)
+        _run(_kl_full_piece, h, head, t, teacher_head, reverse)
         for h, t in zip(hidden.split(chunk), teacher_hidden.split(chunk), strict=True)
         if len(h)
     ]
@@ -160,17 +178,23 @@ def kl_full(
 
 
 def kl_sum(
-    hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, *, topk: int, chunk: int = 256
+    hidden: Tensor,
+    head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    *,
+    topk: int,
+    chunk: int = 256,
+    reverse: bool = False,
 ) -> Tensor:
     """KL from two models' hidden states, summed over the N positions; `topk = 0` (or >= V) is the full KL."""
     if len(hidden):
         with torch.no_grad():
             vocabulary = teacher_head(teacher_hidden[:1]).shape[-1]
         if 0 < topk < vocabulary:
-            return kl_to_top_logits(
-                hidden, head, top_logits(teacher_hidden, teacher_head, topk, chunk=chunk), chunk=chunk
-            )
-    return kl_full(hidden, head, teacher_hidden, teacher_head, chunk=chunk)
+            found = top_logits(teacher_hidden, teacher_head, topk, chunk=chunk)
+            return kl_to_top_logits(hidden, head, found, chunk=chunk, reverse=reverse)
+    return kl_full(hidden, head, teacher_hidden, teacher_head, chunk=chunk, reverse=reverse)
 
 
 def cross_entropy_sum(hidden: Tensor, head: Head, labels: Tensor, *, chunk: int = 256) -> Tensor:

@@ -22,7 +22,7 @@ from kvpop_lightning.config.schema import TrainerConfig
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.training.callbacks.gradient_norm import group_parameters, logs_step
 from kvpop_lightning.training.forward import Batch
-from kvpop_lightning.training.schedule import build_optimizer, parameter_groups
+from kvpop_lightning.training.schedule import BETAS, build_optimizer, parameter_groups
 
 Metrics = dict[str, Tensor]
 """Local shares of means: summed over micro-batches and processes they give the mean of the step."""
@@ -35,6 +35,9 @@ class TrainingModule(pl.LightningModule):
     Args:
         config: learning rates, clipping, accumulation.
     """
+
+    betas: tuple[float, float] = BETAS
+    """Of AdamW."""
 
     def __init__(self, config: TrainerConfig) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ class TrainingModule(pl.LightningModule):
                 "nothing to train: the policy has no parameters and trainer.base=frozen; choose a learned "
                 "policy or trainer.base=full"
             )
-        optimizer, schedule = build_optimizer(groups, self.config)
+        optimizer, schedule = build_optimizer(groups, self.config, self.betas)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

@@ -125,7 +125,9 @@ def build_callbacks(config: Config, key: str) -> tuple[list[pl.Callback], Traini
     callbacks: list[pl.Callback] = [RandomState(), GradientNorm()]
     if config.trainer.progress:
         callbacks.append(
-            TrainingProgress(f"train {config.policy.name}", ("train/loss", "train/boundary_accuracy"))
+            TrainingProgress(
+                f"train {config.policy.name}", ("train/loss", "train/boundary_accuracy", "train/closed_hard")
+            )
         )
     return [*callbacks, checkpoint, stop], checkpoint, stop
 

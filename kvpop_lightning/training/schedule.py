@@ -52,13 +52,13 @@ def parameter_groups(
 
 
 def build_optimizer(
-    groups: list[dict[str, Any]], config: TrainerConfig
+    groups: list[dict[str, Any]], config: TrainerConfig, betas: tuple[float, float] = BETAS
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """AdamW over `groups` and the schedule of each, to be stepped after every optimiser step."""
     # Hundreds of small tensors: one fused call on the CPU. Not on CUDA, where a fused step unscales gradients
     # itself and clipping under 16-mixed would see them scaled.
     on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=on_cpu)
+    optimizer = torch.optim.AdamW(groups, betas=betas, fused=on_cpu)
     rules = [
         (
             (lambda _: 1.0)

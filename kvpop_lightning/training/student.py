@@ -140,6 +140,7 @@ class StudentModule(TrainingModule):
             output_head(self._teacher[0]),
             topk=self.distill.kl_topk,
             chunk=self.distill.kl_chunk,
+            reverse=self.distill.kl_direction == "reverse",
         )
 
     @torch.no_grad()

@@ -1,0 +1,28 @@
+"""Settings of the policies that learn a gate through a soft mask: `dms`, `retention_gate` (METHOD.md,
+section 8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    width: int | None = None
+    """SiLU units of the gate per KV head; 0 = a linear map of the hidden state (DMS's authors), null = as
+    many parameters as the MLP scorer that `policy.scorer` describes."""
+
+
+@dataclass(frozen=True)
+class GateTrainingConfig:
+    reduction: float | None = None
+    """dms: factor F that the cache shrinks by; 1 - 1/F of the keys are to be closed. null = so that a text of
+    `eval.reference_length` tokens leaves `policy.budget`'s keys on average."""
+    ramp: float | None = None
+    """dms: steps in which F rises by 1, starting at 1. null = 34 (the authors), or fewer so that F is reached
+    after four fifths of `trainer.max_steps`."""
+    weight: float = 1.0
+    """Weight of the compression loss (dms) or the capacity loss (retention_gate) beside the KL."""
+    lr: float | None = None
+    """Rate of the gates, constant. null = 3e-5 for a linear map (DMS's authors), 1e-3 for units."""

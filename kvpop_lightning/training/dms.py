@@ -1,0 +1,129 @@
+"""Training of DMS (METHOD.md, section 8): the KL through `logsigmoid(-z)`, a one-sided loss on the share of
+closed keys, a target that rises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpop_lightning.baselines import dms
+from kvpop_lightning.config.schema import Config, DistillConfig, TrainerConfig
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.policy import NEVER, DocumentLayout, document_layout
+from kvpop_lightning.training.forward import Batch
+from kvpop_lightning.training.gates import GateModule, SoftPass
+from kvpop_lightning.training.module import Metrics
+
+STEPS_PER_UNIT = 34.0
+"""The authors' ramp of the reduction factor."""
+
+
+def reduction_of(config: Config) -> float:
+    """The factor F to reach: `distill.gate.reduction`, or what leaves the budget's keys of a reference text.
+
+    A text of T tokens holds its window of w and 1/F of the rest: `B = w + (T - w) / F`.
+
+    Raises:
+        UserError: the reference text is not longer than the budget.
+    """
+    if config.distill.gate.reduction is not None:
+        return config.distill.gate.reduction
+    budget, reference = config.policy.budget, config.eval.reference_length
+    total = budget.sink + budget.window + budget.topk
+    if reference < total:
+        raise UserError(
+            f"dms: a text of eval.reference_length {reference} tokens fits into the budget of {total} keys: "
+            "raise it, lower policy.budget.topk, or set distill.gate.reduction"
+        )
+    return (reference - budget.window) / (total - budget.window)
+
+
+class DMSPass(SoftPass):
+    """One training forward: noise drawn anew, the closed share summed over layers."""
+
+    def addition(self, layer: int, hidden: Tensor, layout: DocumentLayout) -> Any:
+        alpha = self.policy.layer_scorer(layer).gate(hidden)
+        z = dms.soft_gate(alpha, dms.logistic_noise(alpha), layout)
+        closed, count = dms.closed_share(z)
+        self.sums.append(closed / count.clamp(min=1))
+        hard = dms.soft_gate(alpha.detach(), 0.0, layout) > 0
+        self.note(closed_hard=hard.sum() / count.clamp(min=1))
+        opened, window = dms.log_open(z), self.policy.budget.window
+
+        def add(first: int, last: int, keys: int) -> Tensor:
+            far = dms.outside_window(layout.position, window, first, last, keys)
+            return torch.where(far, opened[:, :, None, :keys], 0.0)
+
+        return add
+
+
+class DMSModule(GateModule):
+    """Trains DMS's gates.
+
+    Args:
+        reduction: F to reach.
+        ramp: steps in which F rises by 1.
+        others: as for `StudentModule`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        distill: DistillConfig,
+        config: TrainerConfig,
+        *,
+        reduction: float,
+        ramp: float | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(model, distill, config, **others)
+        self.reduction = reduction
+        reached = 0.8 * config.max_steps / max(reduction - 1.0, 1e-9)
+        self.ramp = ramp or distill.gate.ramp or min(STEPS_PER_UNIT, reached)
+
+    @property
+    def target(self) -> float:
+        """Share of keys to close at this step."""
+        return dms.closed_target(dms.reduction_at(self.trainer.global_step, self.reduction, self.ramp))
+
+    def soft_pass(self) -> SoftPass:
+        return DMSPass(self.model.kvpop)
+
+    def weighed(self, batch: Batch) -> Tensor:
+        """Keys that have a gate: all but the last one of a document."""
+        ids = batch["document_ids"]
+        layout = document_layout(ids, batch=ids.shape[0], length=ids.shape[1])
+        return (layout.real & (layout.later(1) != NEVER)).sum()
+
+    def penalty(self, done: SoftPass) -> tuple[Tensor, Metrics]:
+        closed = torch.stack(done.sums).mean()
+        hard = torch.stack(done.facts["closed_hard"]).mean()
+        target = closed.new_tensor(self.target)
+        facts = {"closed": closed.detach(), "closed_hard": hard, "closed_target": target}
+        return dms.compression_loss(closed, self.target), facts
+
+    def facts_of(
+        self, evictions: list[Tensor], layouts: list[DocumentLayout]
+    ) -> tuple[dict[str, float], dict[str, Any]]:
+        """Share of keys closed, by the gate and in all, and by head."""
+        window = self.model.kvpop.budget.window
+        closed = torch.zeros(evictions[0].shape[:2], dtype=torch.float64, device=evictions[0].device)
+        seen = 0
+        for times, layout in zip(evictions, layouts, strict=True):
+            # A key that leaves is closed; one too near its document's end to leave is not counted.
+            could = layout.real[0] & (layout.later(window)[0] != NEVER)
+            closed += ((times != NEVER) & could).sum(-1)
+            seen += int(could.sum())
+        share = closed / max(seen, 1)
+        target = dms.closed_target(self.reduction)
+        facts = {
+            "final_closed": float(share.mean()),
+            "final_closed_target": target,
+            "final_closed_lowest_head": float(share.min()),
+            "final_closed_highest_head": float(share.max()),
+            "final_reduction": 1.0 / max(1.0 - float(share.mean()), 1e-9),
+        }
+        return facts, {"closed_by_head": share.tolist()}
