@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CONSTANT, LINEAR, MLP, KEY_NORM, RANDOM, WAITING, DELAYED = range(7)
+CONSTANT, LINEAR, MLP, KEY_NORM, RANDOM, WAITING, DELAYED = (tl.constexpr(kind) for kind in range(7))
 """How the leaving token comes by its score: see `evict_kernel`."""
 LATEST = tl.constexpr(2147483647)
 
@@ -95,7 +95,7 @@ def mixed(state, key):
     return state ^ (state >> 15)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["random_seed"])
 def evict_kernel(
     keys, values, priority, position, seen_ptr, waiting, log_decay,
     key_mean, key_std, value_mean, value_std, key_weight, value_weight, bias, out_weight, out_bias,

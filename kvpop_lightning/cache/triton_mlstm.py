@@ -46,7 +46,7 @@ def _log_sigmoid(x):
     return tl.minimum(x, 0.0) - tl.where(u == 1.0, e, tl.log(u) * ratio)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def mlstm_kernel(
     qkv, k_norm, cos, sin, keys, values, priority, position, seen_ptr, waiting, log_decay,
     key_mean, key_std, value_mean, value_std, key_weight, value_weight, bias,

@@ -18,8 +18,8 @@ from kvpop_lightning.cache.triton_attention import attend_kernel
 from kvpop_lightning.cache.triton_mlstm import mlstm_kernel
 from kvpop_lightning.policy.scorers import stack_scorers
 
-KINDS = {"streaming_llm": evict.CONSTANT, "linear": evict.LINEAR, "mlp": evict.MLP, "key_norm": evict.KEY_NORM}
-KINDS |= {"random": evict.RANDOM}
+KINDS = {"streaming_llm": evict.CONSTANT.value, "linear": evict.LINEAR.value, "mlp": evict.MLP.value, "key_norm": evict.KEY_NORM.value}
+KINDS |= {"random": evict.RANDOM.value}
 
 
 def step_refusal(policy: Any) -> str | None:
@@ -82,7 +82,7 @@ class StepKernels:
         self.part_sum = torch.empty(parts, dtype=work, device=device)
         self.part_out = torch.empty(*parts, self.head_dim, dtype=work, device=device)
         self.arrived = torch.zeros(self.rows, self.heads, dtype=torch.int32, device=device)
-        self.kind = evict.CONSTANT
+        self.kind = evict.CONSTANT.value
         if policy is not None:
             refusal = step_refusal(policy)
             if refusal:
@@ -117,7 +117,7 @@ class StepKernels:
             self.columns = scorer.width if scorer.kind == "mlp" else 1
             return
         self.delay, self.columns, self.columns_2 = scorer.delay, scorer.memory_dim, scorer.width
-        self.kind = evict.DELAYED if self.delay == self.state.budget.window else evict.WAITING
+        self.kind = evict.DELAYED.value if self.delay == self.state.budget.window else evict.WAITING.value
         first, both = slice(0, self.columns), slice(self.columns, self.columns + self.columns_2)
         self.full = {n: self.w[n] for n in ("key_weight", "value_weight", "bias")}
         for name, short in (("key_weight", "key_2"), ("value_weight", "value_2"), ("bias", "bias_2")):
@@ -157,7 +157,7 @@ class StepKernels:
         has_norm = q_norm is not None
         q_norm, k_norm = (q_norm, k_norm) if has_norm else (qkv, qkv)
         half = self.head_dim // 2
-        if self.policy is not None and self.kind in (evict.WAITING, evict.DELAYED):
+        if self.policy is not None and self.kind in (evict.WAITING.value, evict.DELAYED.value):
             self._absorb(layer, qkv, cos, sin, k_norm, has_norm)
         attend_kernel[(self.splits, self.heads, self.rows)](
             qkv, q_norm, k_norm, cos, sin, state.keys[layer], state.values[layer], state.seen, out,

@@ -44,11 +44,11 @@ def fused_refusal(model: Any) -> str | None:
 class Tiles:
     """Rows and columns of a weight that a program of a matrix-vector kernel takes at a time, and its warps."""
 
-    qkv: tuple[int, int, int] = (4, 1024, 4)
-    output: tuple[int, int, int] = (2, 1024, 4)
+    qkv: tuple[int, int, int] = (8, 256, 4)
+    output: tuple[int, int, int] = (4, 1024, 8)
     gated: tuple[int, int, int] = (4, 512, 4)
-    down: tuple[int, int, int] = (2, 1024, 4)
-    head: tuple[int, int, int] = (8, 512, 4)
+    down: tuple[int, int, int] = (4, 1024, 8)
+    head: tuple[int, int, int] = (8, 256, 4)
 
 
 @dataclass

@@ -1,0 +1,279 @@
+"""Decoding on a GPU: correctness of the step kernels, then latency and memory against length and batch.
+
+`PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense]`; weights are random, of the shapes
+of Qwen3-4B. The generated length is set by the rows' position counters: slots full, as after that many
+tokens; nothing in a step depends on the length otherwise, and `steps` real steps run from there.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvpop_lightning import BoundedCache, retrofit
+from kvpop_lightning.cache.step_state import StepState
+from kvpop_lightning.cache.triton_step import Launch
+from kvpop_lightning.generation.fused import FusedDecoder, Options, Tiles, capture
+from kvpop_lightning.models.tiny import tiny_model
+from kvpop_lightning.policy import Budget
+
+QWEN3_4B = {
+    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+BUDGET = Budget(4, 256, 3836)
+LENGTHS = (4096, 16384, 32768, 65536, 131072)
+
+
+def big_model() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_4B)).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def filled_state(budget: Budget, rows: int, seen: int, policy: Any) -> StepState:
+    """A cache whose slots hold random keys and values, as after `seen` tokens."""
+    scorer = None if policy is None else policy.layer_scorer(0)
+    layers, heads = QWEN3_4B["num_hidden_layers"], QWEN3_4B["num_key_value_heads"]
+    state = StepState.empty(
+        budget, layers=layers, rows=rows, heads=heads, head_dim=128, dtype=torch.bfloat16, device="cuda",
+        memory=None if scorer is None else scorer.init_state(1, "cuda"),
+    )  # fmt: skip
+    for layer in range(layers):
+        state.keys[layer].normal_()
+        state.values[layer].normal_()
+    move_to(state, seen, policy)
+    return state
+
+
+def move_to(state: StepState, seen: int, policy: Any) -> None:
+    """Rows as after `seen` tokens: residents spread over all that have left the window."""
+    topk = state.budget.topk
+    left = max(seen - state.budget.window - state.budget.sink, 0)
+    position = torch.linspace(0, max(left - 1, 0), topk, device="cuda").int() + state.budget.sink
+    state.position.copy_(position.expand_as(state.position))
+    if policy is not None:
+        for layer in range(state.keys.shape[0]):
+            score = torch.randn(state.position[layer].shape, device="cuda")
+            state.priority[layer].copy_(policy.priority(layer, score, state.position[layer].long()))
+    state.seen.fill_(seen)
+
+
+def replay_times(graph: torch.cuda.CUDAGraph, steps: int, before: Any = None) -> dict[str, float]:
+    """Median and 95th percentile of one step, and of steps back to back, ms."""
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    each = sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+    return {
+        "median_ms": round(statistics.median(each), 4),
+        "p95_ms": round(each[int(0.95 * (len(each) - 1))], 4),
+        "mean_ms": round(marks[0].elapsed_time(marks[-1]) / steps, 4),
+    }
+
+
+def check() -> dict[str, Any]:
+    """Kernels against the plain cache over 600 steps; fused models against the library's logits."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "generation"))
+    from step_cases import compare_steps, make_policy
+
+    found: dict[str, Any] = {}
+    budget = Budget(3, 16, 60)
+    cases = [
+        ("mlp", {"width": 16}, 1, False), ("mlp", {"width": 16}, 3, True), ("mlp", {"width": 64}, 4, False),
+        ("mlstm", {"memory_dim": 8, "value_dim": 16, "width": 16}, 4, False),
+        ("mlstm", {"memory_dim": 8, "value_dim": 16, "width": 16, "delay": 5}, 3, False),
+        ("streaming_llm", {}, 4, True), ("random", {}, 3, False), ("key_norm", {}, 4, False), ("linear", {}, 1, False),
+    ]  # fmt: skip
+    for number, (scorer, options, group, ties) in enumerate(cases):
+        decay = 1.0 if scorer == "streaming_llm" else 0.8
+        policy = make_policy(scorer, budget, layers=1, heads=2, dim=32, decay=decay, **options)
+        with torch.no_grad():
+            found[f"{number} {scorer} G{group} ties={ties} {options.get('delay', '')}"] = compare_steps(
+                policy, rows=3, group=group, dim=32, steps=600 if number in (0, 1, 3) else 150, prompt=0 if number == 0 else 40,
+                device="cuda", ties=ties, splits=(1, 3, 0)[number % 3], block=32, check_every=10,
+            )  # fmt: skip
+    for family in ("llama", "qwen3", "mistral"):
+        for rows in (1, 3):
+            found[f"{family} rows {rows}"] = logits_difference(family, rows, "mlp" if rows == 1 else "mlstm")
+    return found
+
+
+@torch.no_grad()
+def logits_difference(family: str, rows: int, scorer: str, steps: int = 60) -> dict[str, float]:
+    """Largest |difference| of logits, fused step in a CUDA graph against the library with BoundedCache."""
+    model = tiny_model(family, layers=3, kv_heads=2, group=3, head_dim=32, hidden_size=96).cuda()
+    model = retrofit(model, Budget(2, 8, 30), scorer=scorer, width=16)
+    policy = model.kvpop
+    state = StepState.empty(
+        policy.budget, layers=3, rows=rows, heads=2, head_dim=32, dtype=torch.float32, device="cuda",
+        memory=policy.layer_scorer(0).init_state(1, "cuda"),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    caches = []
+    for row in range(rows):
+        caches.append(BoundedCache(model))
+        ids = torch.randint(3, 270, (1, 50 + 9 * row), generator=generator).cuda()
+        model(ids, past_key_values=caches[-1], use_cache=True)
+        state.take_over(row, caches[-1])
+    decoder = FusedDecoder(model, state, policy, options=Options(launch=Launch(block=32, splits=2)))
+    graph = capture(decoder)
+    worst = largest = 0.0
+    for _ in range(steps):
+        token = torch.randint(3, 270, (rows,), generator=generator).cuda()
+        decoder.token.copy_(token)
+        graph.replay()
+        for row in range(rows):
+            logits = model(token[row : row + 1, None], past_key_values=caches[row], use_cache=True).logits[0, -1]
+            worst = max(worst, float((logits - decoder.logits[row]).abs().max()))
+            largest = max(largest, float(logits.abs().max()))
+    return {"worst": worst, "largest_logit": largest}
+
+
+def tune(model: Any) -> dict[str, Any]:
+    """Each matrix-vector product over all layers, microseconds a launch and TB/s, per tile."""
+    import triton
+
+    from kvpop_lightning.generation.triton_linear import gated_kernel, vector_kernel
+
+    decoder = FusedDecoder(model, filled_state(Budget(1, 64, 1), 1, 100, None), None)
+    found: dict[str, Any] = {}
+    shapes = {"qkv": "qkv", "output": "output", "gated": "gate_up", "down": "down", "head": None}
+    for name, attribute in shapes.items():
+        weights = [decoder.head] if attribute is None else [getattr(x, attribute) for x in decoder.layers]
+        best: dict[str, float] = {}
+        for rows, block, warps in (
+            (1, 512, 1), (1, 1024, 4), (2, 512, 2), (2, 1024, 4), (4, 512, 2), (4, 512, 4), (4, 1024, 8), (8, 256, 4),
+            (8, 512, 4), (8, 512, 8), (16, 256, 4), (16, 256, 8), (2, 2048, 4),
+        ):  # fmt: skip
+            out, width = weights[0].shape
+            x = torch.randn(1, width, device="cuda", dtype=torch.bfloat16)
+            y = torch.zeros(1, out, device="cuda", dtype=torch.float32 if name == "head" else torch.bfloat16)
+            norm = decoder.final_norm
+
+            def launch(w: Any) -> None:
+                if name == "gated":
+                    half = w.shape[0] // 2
+                    gated_kernel[(triton.cdiv(half, rows),)](
+                        x, w[:half], w[half:], norm, y, 1e-6, OUT=half, IN=width, ROWS=rows, BLOCK=block,
+                        PDL=False, num_warps=warps,
+                    )  # fmt: skip
+                else:
+                    has_norm = name in ("qkv", "head")
+                    vector_kernel[(triton.cdiv(out, rows),)](
+                        x, w, norm if has_norm else x, y, 1e-6, OUT=out, IN=width, ROWS=rows, BLOCK=block,
+                        HAS_NORM=has_norm, RESIDUAL=name in ("output", "down"), PDL=False, num_warps=warps,
+                    )  # fmt: skip
+
+            launch(weights[0])
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for w in weights:
+                    launch(w)
+            ms = replay_times(graph, 10)["median_ms"] / len(weights)
+            best[f"{rows}x{block}w{warps}"] = round(1000 * ms, 2)
+        ranked = sorted(best.items(), key=lambda item: item[1])
+        tb = weights[0].nbytes / ranked[0][1] / 1e6
+        found[name] = {"us": dict(ranked), "best_tb_s": round(tb, 2)}
+        print(name, ranked[:4], round(tb, 2), "TB/s", flush=True)
+        key = ranked[0][0]
+        tile = (int(key.split("x")[0]), int(key.split("x")[1].split("w")[0]), int(key.split("w")[1]))
+        found[name]["tile"] = tile
+    return found
+
+
+def measure(model: Any, policy: Any, budget: Budget, rows: int, lengths: Any, options: Options, steps: int = 60) -> Any:
+    """Latency by length, with the peak memory of those steps."""
+    state = filled_state(budget, rows, lengths[0], policy)
+    decoder = FusedDecoder(model, state, policy, options=options)
+    graph = capture(decoder)
+    results = []
+    for length in lengths:
+        move_to(state, length, policy)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        one = replay_times(graph, steps)
+        one |= {"seen": length, "rows": rows, "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3)}
+        one["tokens_per_s"] = round(1000 * rows / one["mean_ms"])
+        one["finite"] = bool(torch.isfinite(decoder.logits).all())
+        results.append(one)
+    return results
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    wanted = set(sys.argv[2:]) or {"check", "tune", "time", "dense"}
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "budget": str(BUDGET)}
+    started = time.time()
+
+    def section(name: str, work: Any) -> Any:
+        try:
+            report[name] = work()
+        except Exception:
+            report[name] = {"error": traceback.format_exc()[-900:]}
+        shown = json.dumps(report[name])
+        print(f"[{time.time() - started:.0f} s] {name}: {shown[-250:] if 'error' in shown else shown[:900]}", flush=True)
+        out.write_text(json.dumps(report, indent=1))
+        torch.cuda.empty_cache()
+        return report[name]
+
+    if "check" in wanted:
+        section("check", check)
+    model = big_model()
+    tiles = Tiles()
+    if "tune" in wanted:
+        tuned = section("tune", lambda: tune(model))
+        if "error" not in tuned:
+            tiles = Tiles(**{name: found["tile"] for name, found in tuned.items()})
+    if "time" in wanted:
+        retrofit(model, BUDGET, scorer="mlp")
+        policy = model.kvpop
+
+        def variant(**launch: Any) -> Options:
+            return Options(launch=Launch(**launch), tiles=tiles)
+
+        short = (4096,)
+        best = (1e9, {})
+        for launch in ({}, {"splits": 16}, {"splits": 32}, {"splits": 64, "block": 64}, {"splits": 32, "block": 128},
+                       {"splits": 32, "pdl": True}):  # fmt: skip
+            got = section(f"b1 {launch}", lambda l=launch: measure(model, policy, BUDGET, 1, short, variant(**l)))
+            if isinstance(got, list) and got[0]["median_ms"] < best[0]:
+                best = (got[0]["median_ms"], launch)
+        section("kvpop_mlp b1", lambda: measure(model, policy, BUDGET, 1, LENGTHS, variant(**best[1]), 200))
+        section("kvpop_mlp b8", lambda: measure(model, policy, BUDGET, 8, LENGTHS, variant()))
+        for launch in ({"splits": 1}, {"splits": 2}, {"splits": 1, "block": 128}, {"splits": 2, "attend_warps": 8, "block": 128}):
+            section(f"b64 {launch}", lambda l=launch: measure(model, policy, BUDGET, 64, short, variant(**l), 20))
+        retrofit(model, BUDGET, scorer="mlstm", match_bytes=True)
+        section("kvpop_mlstm b1", lambda: measure(model, model.kvpop, model.kvpop.budget, 1, LENGTHS, variant(**best[1])))
+        retrofit(model, BUDGET, policy="streaming_llm")
+        section("streaming_llm b1", lambda: measure(model, model.kvpop, BUDGET, 1, LENGTHS, variant(**best[1])))
+    if "dense" in wanted:
+        for length in LENGTHS:
+            full = Budget(0, length + 512, 1)
+            section(
+                f"full b1 {length}",
+                lambda full=full, length=length: measure(model, None, full, 1, (length,), Options(tiles=tiles)),
+            )
+
+
+if __name__ == "__main__":
+    main()
