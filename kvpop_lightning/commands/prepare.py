@@ -7,7 +7,7 @@ from kvpop_lightning.config.schema import Config
 
 SUMMARY = "convert the model's weights and pack the data"
 DETAILS = """Every other command does this when it is needed; what is there already is reused. Data is
-    packed into rows below data.cache_dir, in a folder named by a fingerprint of sources, settings and
+    packed (only the tokenizer of the model is loaded) into rows below data.cache_dir, in a folder named by a fingerprint of sources, settings and
     tokenizer."""
 KEYS = (
     "model.source",
@@ -22,6 +22,14 @@ KEYS = (
     "data.eval_rows",
     "data.min_document_tokens",
     "data.max_document_tokens",
+    "data.revision",
+    "data.splits",
+    "data.eval_share",
+    "data.max_tokens",
+    "data.tools",
+    "data.decontaminate",
+    "data.suites",
+    "data.processes",
     "data.loss_on",
     "data.too_long",
     "data.on_bad_row",
@@ -33,14 +41,24 @@ DEFAULT_EXPERIMENT: str | None = None
 
 def run(config: Config, call: Call) -> int:
     from kvpop_lightning.data import PackedMathDataModule
-    from kvpop_lightning.models import load_model
+    from kvpop_lightning.models.tokenizer import load_tokenizer
 
-    _, tokenizer = load_model(config.model)
+    tokenizer = load_tokenizer(config.model)
     data = PackedMathDataModule(config.data, tokenizer, seed=config.seed)
     data.prepare_data()
     data.setup("fit")
+    if config.data.streaming:
+        print(f"data {data.fingerprint}: training rows are streamed, {len(data.eval_rows)} evaluation rows")
+        return 0
     print(
         f"data {data.fingerprint}: {len(data.train_rows)} training rows, {len(data.eval_rows)} evaluation "
         "rows"
     )
+    for name, rows in (("train", data.train_rows), ("eval", data.eval_rows)):
+        if (told := rows.index.get("account")) is not None:
+            dropped = ", ".join(f"{reason} {count}" for reason, count in told["dropped"].items()) or "none"
+            print(
+                f"{name}: {told['read']} rows read, {told['kept']} kept, {told['not_needed']} beyond the rows "
+                f"asked for, dropped: {dropped}"
+            )
     return 0

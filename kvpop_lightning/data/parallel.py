@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
@@ -21,7 +21,7 @@ _AHEAD = 2  # blocks per process that may wait to be taken: bounds the memory
 _own: Blocks | None = None
 
 
-def made(blocks: Blocks, first: int, processes: int = 1) -> Iterator[tuple[int, Block]]:
+def made(blocks: Blocks, first: int, processes: int = 1) -> Generator[tuple[int, Block], None, None]:
     """Blocks from number `first` on, made by `processes` processes; close it to end them.
 
     Raises:

@@ -32,4 +32,6 @@ def load_tokenizer(config: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = "folder" if Path(str(config.path)).is_dir() else "path and network"
-        raise UserError(f"tokenizer of {config.path!r} cannot be loaded ({line}): check the {where}") from error
+        raise UserError(
+            f"tokenizer of {config.path!r} cannot be loaded ({line}): check the {where}"
+        ) from error
