@@ -2,7 +2,8 @@
 
     python benchmarks/training_attention_checks.py [--json FILE] [--processes 12]
 
-Outputs, LSE and the gradients of query, key and value (through both outputs) of every case; deterministic mode twice,
+Outputs, LSE and the gradients of query, key and value (through both outputs) of every case; deterministic
+mode twice,
 bit for bit. Ends with status 1 if one case is off.
 """
 
@@ -33,7 +34,8 @@ SHORT_PER_SHAPE, LONG_PER_SHAPE = 10, 2
 PATTERNS = ("random", "equal", "window only", "imposed", "dense")
 LAYOUTS = ("one", "one", "several", "seventy", "single tokens", "padding")
 LIMITS = {"bfloat16": (6e-3, 2e-2), "float16": (1e-3, 4e-3), "float32": (2e-6, 2e-5)}
-"""Relative error allowed for out and LSE, and for gradients (of rounded inputs, so the kernels' own rounding)."""
+"""Relative error allowed for out and LSE, and for gradients (of rounded inputs, so the kernels' own
+rounding)."""
 
 
 @dataclass
@@ -66,8 +68,16 @@ def cases() -> list[list[Case]]:
             T = pick(8192, 9001) if long else (1, 63, 129)[i] if i < 3 else pick(2, 1700)
             group.append(
                 Case(
-                    D, G, dtype, T, 1 if long else pick(1, 3), 1 if long else pick(1, 4),
-                    PATTERNS[pick(0, 5)] if i % 2 else "random", LAYOUTS[(number + i) % 6], i % 3 == 0, i % 4 != 1,
+                    D,
+                    G,
+                    dtype,
+                    T,
+                    1 if long else pick(1, 3),
+                    1 if long else pick(1, 4),
+                    PATTERNS[pick(0, 5)] if i % 2 else "random",
+                    LAYOUTS[(number + i) % 6],
+                    i % 3 == 0,
+                    i % 4 != 1,
                     1000 * number + i,
                 )  # fmt: skip
             )
@@ -158,12 +168,16 @@ def check_group(group: list[Case]) -> list[dict[str, object]]:
         try:
             results.append(check(case))
         except Exception as error:
-            results.append({**asdict(case), "error": f"{type(error).__name__}: {str(error)[:300]}", "fine": False})
+            results.append(
+                {**asdict(case), "error": f"{type(error).__name__}: {str(error)[:300]}", "fine": False}
+            )
     return results
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=12)
     options = parser.parse_args()
@@ -185,9 +199,13 @@ def main() -> int:
         print("OFF", r)
     for dtype, row in worst.items():
         print(dtype, " ".join(f"{name} {error:.1e}" for name, error in row.items()))
-    print(f"{len(results)} cases ({long} of 8192 tokens or more), {len(bad)} off, {time.time() - began:.0f} s")
+    print(
+        f"{len(results)} cases ({long} of 8192 tokens or more), {len(bad)} off, {time.time() - began:.0f} s"
+    )
     if options.json:
-        options.json.write_text(json.dumps({"cases": len(results), "long": long, "off": len(bad), "worst": worst}))
+        options.json.write_text(
+            json.dumps({"cases": len(results), "long": long, "off": len(bad), "worst": worst})
+        )
     return 1 if bad else 0
 
 

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
+from kvpop_lightning.attention.kernels import unsupported
 from kvpop_lightning.attention.reference import reference_attention
 from kvpop_lightning.attention.sdpa import sdpa_sparse_attention
 from kvpop_lightning.attention.segments import Segment, find_segments
 from kvpop_lightning.policy.budget import Budget
 
-BACKENDS = ("auto", "reference", "sdpa")
-"""What `backend=` takes: `reference` (dense, with LSE), `sdpa` (fused, no LSE), `auto` = whichever serves."""
+BACKENDS = ("auto", "reference", "sdpa", "triton")
+"""What `backend=` takes: `reference` (dense, with LSE), `sdpa` (fused, no LSE), `triton` (kernels over lists
+of alive
+keys, CUDA), `auto` = whichever serves."""
+
+_log = logging.getLogger(__name__)
+_SHORT = 512
+"""Rows up to this length are not worth the lists."""
+_said: set[str] = set()
+
+
+def choose_backend(query: Tensor, key: Tensor, *, budget: Budget, need_lse: bool, scale: float) -> str:
+    """What `auto` takes for these tensors; said once per choice and reason in the log, at level INFO."""
+    other = "reference" if need_lse else "sdpa"
+    T = query.shape[2]
+    reason = unsupported(query, key, scale)
+    if reason is None and T <= _SHORT:
+        reason = f"rows of up to {_SHORT} tokens gain nothing from lists of alive keys"
+    if reason is None and query.dtype == torch.float32:
+        reason = "float32 products without tf32 do not use the tensor cores in Triton kernels"
+    if reason is None and budget.total >= T and not need_lse:
+        reason = "the budget holds the whole row"
+    chosen = other if reason else "triton"
+    text = f"sparse attention: {chosen}, {reason or 'cost linear in the length'}"
+    if text not in _said:
+        _said.add(text)
+        _log.info(text)
+    return chosen
 
 
 def sparse_attention(
@@ -27,6 +56,7 @@ def sparse_attention(
     need_lse: bool = True,
     query_chunk: int | None = None,
     segments: list[Segment] | None = None,
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in which query `i` sees key `j` iff `j <= i < eviction_time[j]`, in the same document
     (METHOD.md, section 2).
@@ -40,10 +70,12 @@ def sparse_attention(
         budget: what the pattern was made for; the mask itself is `eviction_time` alone.
         document_ids: int64 [B, T], non-decreasing over real tokens, -1 = padding; None = one document.
         scale: factor on the dot products, `D ** -0.5` by default.
-        backend: `auto`, `reference` or `sdpa`.
+        backend: `auto`, `reference`, `sdpa` or `triton`.
         need_lse: False lets `auto` take the fused kernel and returns None for the LSE.
         query_chunk: queries per block of the reference.
         segments: what `find_segments(document_ids)` returned, when the caller has it already.
+        deterministic: gradients of `triton` without atomics, the same bits in every run; None = whether
+            `torch.use_deterministic_algorithms` is on. The other backends have no choice to make here.
 
     Returns:
         out [B, Hq, T, D] in the dtype of query and lse [B, Hq, T] (natural log, float32 or float64),
@@ -51,7 +83,9 @@ def sparse_attention(
         out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown backend, `backend="sdpa"` with `need_lse=True`.
+        ValueError: shapes that do not fit, an unknown backend, `backend="sdpa"` with `need_lse=True`,
+        `backend="triton"`
+            where its kernels cannot run.
     """
     check_shapes(query, key, value, eviction_time)
     B, _, T, D = query.shape
@@ -61,7 +95,7 @@ def sparse_attention(
             f"backend {backend!r} of sparse_attention is not available: use one of {', '.join(BACKENDS)}"
         )
     if backend == "auto":
-        backend = "reference" if need_lse else "sdpa"
+        backend = choose_backend(query, key, budget=budget, need_lse=need_lse, scale=scale)
     if backend == "sdpa":
         if need_lse:
             raise ValueError(
@@ -77,6 +111,28 @@ def sparse_attention(
             f"document_ids must be [{B}, {T}] like the keys, got {list(document_ids.shape)}: "
             "give one id per token, -1 for padding"
         )
+    if backend == "triton":
+        if reason := unsupported(query, key, scale):
+            raise ValueError(
+                f'backend "triton" of sparse_attention is not usable: {reason}; use backend="auto"'
+            )
+        if document_ids is not None and segments is None:
+            find_segments(document_ids, batch=B, length=T)  # refuses ids that fall
+        from kvpop_lightning.attention.triton_attention import triton_sparse_attention
+
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        out, lse = triton_sparse_attention(
+            query,
+            key,
+            value,
+            eviction_time,
+            document_ids=document_ids,
+            scale=scale,
+            expected=budget.total,
+            deterministic=deterministic,
+        )
+        return out, lse if need_lse else None
     out, lse = reference_attention(
         query, key, value, eviction_time, document_ids=document_ids, scale=scale, query_chunk=query_chunk
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_HEAD = 256
 _LARGEST_GROUP = 128
+_UNIT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,6 @@ class KernelPlan:
         list_rows: rows that share a list of the forward pass (a multiple of the tiles' m).
         gradient_block: queries that share a list of the key gradients.
         lifetime_chunk: births that are sorted together where each key is in one list only.
-        add_dq: the key gradients' kernel adds to dQ atomically; otherwise dQ has its own pass.
-        by_lifetime: key gradients without atomics on dK and dV also when determinism is not asked for.
         precision: of float32 products.
     """
 
@@ -47,14 +46,13 @@ class KernelPlan:
     key_gradient: Tile
     list_rows: int = 512
     gradient_block: int = 512
-    lifetime_chunk: int = 4096
-    add_dq: bool = True
-    by_lifetime: bool = False
+    lifetime_chunk: int = 2048
     precision: str = "ieee"
 
     def queries(self, rows: int) -> int:
-        """Queries in a tile of so many rows: whole groups only."""
-        return max(1, rows // self.group)
+        """Queries in a tile of so many rows: whole groups only, and twice as many in twice the rows."""
+        unit = max(_UNIT_ROWS, 1 << (self.group - 1).bit_length())
+        return rows // self.group if rows < unit else (unit // self.group) * (rows // unit)
 
     @property
     def list_block(self) -> int:
@@ -64,15 +62,18 @@ class KernelPlan:
 
 
 def plan_for(dtype: torch.dtype, group: int, head_dim: int) -> KernelPlan:
-    """The tiles that were fastest on an H200 (docs/training_attention.md); smaller ones where registers end."""
+    """The tiles that were fastest on an H200 (docs/training_attention.md); smaller ones where registers
+    end."""
     block_d = max(16, 1 << (head_dim - 1).bit_length())
     rows = max(16, 1 << (group - 1).bit_length())
     if dtype == torch.float32:
         small = Tile(max(32, rows), 32, 8, 1)
         return KernelPlan(group, block_d, small, small, small)
     if block_d <= 128:
-        wide, tall = Tile(max(128, rows), 64, 8, 3), Tile(max(64, rows), 128, 8, 2)
-        return KernelPlan(group, block_d, wide, wide, tall)
+        m = max(128, rows)
+        return KernelPlan(
+            group, block_d, Tile(256, 64, 8, 2), Tile(m, 128, 8, 1), Tile(max(64, rows), 128, 8, 1)
+        )
     wide, tall = Tile(max(64, rows), 32, 8, 2), Tile(max(32, rows), 64, 8, 1)
     return KernelPlan(group, block_d, wide, wide, tall)
 

@@ -1,8 +1,11 @@
 """Which keys a block of consecutive queries can see at all, as lists (docs/training_attention.md).
 
-A key is visible to one contiguous interval of queries, so it is alive for one contiguous interval of query blocks.
-The lists hold, per block, first the keys that every query of the block sees (no mask needed), then those that some
-of them see. Nothing here grows faster than the lists themselves: about `T / block * (budget.total + block)` entries
+A key is visible to one contiguous interval of queries, so it is alive for one contiguous interval of query
+blocks.
+The lists hold, per block, first the keys that every query of the block sees (no mask needed), then those
+that some
+of them see. Nothing here grows faster than the lists themselves: about `T / block * (budget.total + block)`
+entries
 per KV head.
 """
 
@@ -24,7 +27,8 @@ class AliveLists:
     """Keys alive per block of `block` queries; in each class in rising order.
 
     Args:
-        index: int32 [B, Hkv, C, room], key indices; the first `full` are seen by every query of the block, those
+        index: int32 [B, Hkv, C, room], key indices; the first `full` are seen by every query of the block,
+        those
             up to `count` by some; the rest is undefined.
         full, count: int32 [B, Hkv, C].
         block: queries per block (any positive number; the last block may be short).
@@ -44,7 +48,8 @@ def last_sight(eviction_time: Tensor, document_ids: Tensor | None) -> Tensor:
         document_ids: int64 [B, T], non-decreasing over real tokens, -1 = padding; None = one document.
 
     Returns:
-        int32 [B, Hkv, T] in [0, T]; 0 for keys that nobody sees (padding, or times not above their own index).
+        int32 [B, Hkv, T] in [0, T]; 0 for keys that nobody sees (padding, or times not above their own
+        index).
         Padding queries are to be masked separately.
     """
     T = eviction_time.shape[-1]
@@ -59,47 +64,8 @@ def last_sight(eviction_time: Tensor, document_ids: Tensor | None) -> Tensor:
     return end.masked_fill(end <= index_T, 0).to(torch.int32).contiguous()
 
 
-def alive_counts(end: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Keys born up to and including each block, and keys that died before the end of it, int64 [B, Hkv, C].
-
-    Keys alive in the blocks `a..b` number `born[b] - dead[a - 1]`.
-    """
-    B, H, T = end.shape
-    blocks = -(-T // block)
-    alive = end > 0
-    first = (torch.arange(T, device=end.device) // block).expand_as(end)
-    last = (end.long() - 1).clamp(min=0) // block
-    zero = torch.zeros(B, H, blocks, dtype=torch.int64, device=end.device)
-    born = zero.scatter_add(-1, first, alive.long()).cumsum(-1)
-    dead = zero.scatter_add(-1, last, alive.long()).cumsum(-1)
-    return born, dead
-
-
-def room_needed(born: Tensor, dead: Tensor, merge: int = 1) -> Tensor:
-    """Most keys alive in any stretch of `merge` blocks: a scalar tensor."""
-    blocks = born.shape[-1]
-    first = torch.arange(0, blocks, merge, device=born.device)
-    last = (first + merge - 1).clamp(max=blocks - 1)
-    before = torch.nn.functional.pad(dead, (1, 0))[..., first]
-    return (born[..., last] - before).amax()
-
-
 def rounded_room(count: int) -> int:
     return max(_ROUND, -(-count // _ROUND) * _ROUND)
-
-
-def alive_lists(end: Tensor, block: int) -> AliveLists:
-    """The lists for blocks of `block` queries; the kernel on CUDA, plain PyTorch elsewhere, equal to the entry.
-
-    Args:
-        end: int32 [B, Hkv, T] from `last_sight`.
-        block: queries per block, >= 1.
-    """
-    if end.is_cuda:
-        from kvpop_lightning.attention.triton_lists import alive_lists_triton
-
-        return alive_lists_triton(end, block)
-    return alive_lists_torch(end, block)
 
 
 def alive_lists_torch(end: Tensor, block: int) -> AliveLists:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvpop_lightning.attention.kernels import KernelPlan, plan_for
-from kvpop_lightning.attention.lists import AliveLists, alive_lists, last_sight
+from kvpop_lightning.attention.lists import AliveLists, last_sight
 from kvpop_lightning.attention.segments import PADDING
 from kvpop_lightning.attention.triton_backward import (
     delta_kernel,
@@ -22,6 +22,7 @@ from kvpop_lightning.attention.triton_backward import (
     query_gradient_kernel,
 )
 from kvpop_lightning.attention.triton_forward import forward_kernel
+from kvpop_lightning.attention.triton_lists import alive_lists_triton
 
 _LARGEST_OFFSET = 2**31 - 1
 
@@ -34,23 +35,28 @@ def triton_sparse_attention(
     *,
     document_ids: Tensor | None,
     scale: float,
+    expected: int | None = None,
     deterministic: bool = False,
     plan: KernelPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention under `j <= i < e_j` inside each document, by lists of alive keys.
 
     Args:
-        query: [B, Hq, T, D]; key, value: [B, Hkv, T, D]; bfloat16, float16 or float32, the last dimension contiguous
+        query: [B, Hq, T, D]; key, value: [B, Hkv, T, D]; bfloat16, float16 or float32, the last dimension
+        contiguous
             (it is made so otherwise). Sums are float32; float32 inputs are multiplied without tf32.
         eviction_time: int64 [B, Hkv, T], row indices.
         document_ids: int64 [B, T], non-decreasing over real tokens, -1 = padding; None = one document.
         scale: factor on the dot products, > 0.
-        deterministic: gradients without atomics, the same bits in every run, at about 1.5 times the time.
+        expected: keys that a query sees at most, the budget's total; more are found out and cost a second
+        forward.
+        deterministic: gradients without atomics, the same bits in every run, at a fifth more time.
         plan: tile sizes, for measurements.
 
     Returns:
         out [B, Hq, T, D] in the dtype and memory order of query, lse float32 [B, Hq, T] (natural log);
-        differentiable in query, key and value through both, once. A query that sees no key has out 0, lse -inf.
+        differentiable in query, key and value through both, once. A query that sees no key has out 0, lse
+        -inf.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     plan = plan or plan_for(query.dtype, query.shape[1] // key.shape[1], query.shape[3])
@@ -60,7 +66,8 @@ def triton_sparse_attention(
     if document_ids is not None:
         real = (document_ids != PADDING).to(torch.uint8).contiguous()
     end = last_sight(eviction_time, document_ids)
-    return _Attention.apply(query, key, value, end, real, float(scale), deterministic, plan)
+    expected = query.shape[2] if expected is None else min(expected, query.shape[2])
+    return _Attention.apply(query, key, value, end, real, float(scale), expected, deterministic, plan)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -82,48 +89,23 @@ class _Attention(torch.autograd.Function):
         end: Tensor,
         real: Tensor | None,
         scale: float,
+        expected: int,
         deterministic: bool,
         plan: KernelPlan,
     ) -> tuple[Tensor, Tensor]:
-        B, Hq, T, D = query.shape
-        H = key.shape[1]
-        lists = alive_lists(end, plan.list_block)
         out = torch.empty_like(query)
-        if out.stride(-1) != 1:
-            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        lse = torch.empty(B, Hq, T, dtype=torch.float32, device=query.device)
-        tile = plan.forward
-        forward_kernel[(triton.cdiv(T, plan.queries(tile.m)), B * H)](
-            query,
-            key,
-            value,
-            end,
-            end if real is None else real,
-            lists.index,
-            lists.full,
-            lists.count,
-            out,
-            lse,
-            *_strides(query, key, value, out),
-            T,
-            lists.index.shape[2],
-            lists.index.shape[3],
-            scale,
-            H=H,
-            G=Hq // H,
-            D=D,
-            BLOCK_D=plan.block_d,
-            M=tile.m,
-            N=tile.n,
-            QUERIES=plan.queries(tile.m),
-            PER_BLOCK=plan.list_block // plan.queries(tile.m),
-            PADDED=real is not None,
-            WIDE=_wide(key, value),
-            PRECISION=plan.precision,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        while True:
+            lists, most, rooms = alive_lists_triton(end, plan.list_block, expected)
+            _forward((query, key, value, end), real, lists, out, lse, scale, plan)
+            # The kernel is under way while the host looks whether the lists had room enough.
+            longest = most.tolist()
+            if all(found <= room for found, room in zip(longest, rooms, strict=True)):
+                break
+            expected = max(longest)
         ctx.save_for_backward(query, key, value, end, out, lse)
+        # No stretch of queries sees more than one block's keys and those born after it.
+        ctx.expected = longest[-1]
         ctx.scale, ctx.deterministic, ctx.plan = scale, deterministic, plan
         ctx.set_materialize_grads(False)
         return out, lse
@@ -138,19 +120,64 @@ class _Attention(torch.autograd.Function):
         elif grad.stride(-1) != 1:
             grad = grad.contiguous()
         lse2, delta = _delta(out, grad, lse, grad_lse, plan)
-        B, Hq, T, D = query.shape
-        H = key.shape[1]
-        adds = not ctx.deterministic and plan.add_dq
-        make_dq = torch.zeros if adds else torch.empty
-        dq = make_dq(B, Hq, T, D, dtype=torch.float32, device=query.device)
-        dk = torch.zeros(B, H, T, D, dtype=torch.float32, device=query.device)
-        dv = torch.zeros_like(dk)
         inputs = (query, key, value, grad, end)
-        strides = _strides(query, key, value, grad)
-        if not adds:
-            _query_gradient(inputs, strides, lse2, delta, dq, ctx.scale, plan)
-        _key_gradient(inputs, strides, lse2, delta, (dq, dk, dv), ctx.scale, ctx.deterministic, plan)
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None, None, None
+        dq = torch.empty_like(query)
+        lists, _, _ = alive_lists_triton(end, plan.list_block, ctx.expected)
+        _query_gradient(inputs, lists, lse2, delta, dq, ctx.scale, plan)
+        del lists
+        if ctx.deterministic:
+            lists = lifetime_lists(end, plan.lifetime_chunk)
+        else:
+            lists, _, _ = alive_lists_triton(end, plan.gradient_block, ctx.expected)
+        dk = torch.zeros(key.shape, dtype=torch.float32, device=query.device)
+        dv = torch.zeros_like(dk)
+        _key_gradient(inputs, lists, lse2, delta, (dk, dv), ctx.scale, not ctx.deterministic, plan)
+        return dq, dk.to(key.dtype), dv.to(value.dtype), *(None,) * 6
+
+
+def _forward(
+    inputs: tuple[Tensor, ...],
+    real: Tensor | None,
+    lists: AliveLists,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    plan: KernelPlan,
+) -> None:
+    query, key, value, end = inputs
+    B, Hq, T, D = query.shape
+    H = key.shape[1]
+    tile = plan.forward
+    forward_kernel[(triton.cdiv(T, plan.queries(tile.m)), B * H)](
+        query,
+        key,
+        value,
+        end,
+        end if real is None else real,
+        lists.index,
+        lists.full,
+        lists.count,
+        out,
+        lse,
+        *_strides(query, key, value, out),
+        T,
+        lists.index.shape[2],
+        lists.index.shape[3],
+        scale,
+        H=H,
+        G=Hq // H,
+        D=D,
+        BLOCK_D=plan.block_d,
+        M=tile.m,
+        N=tile.n,
+        QUERIES=plan.queries(tile.m),
+        PER_BLOCK=plan.list_block // plan.queries(tile.m),
+        PADDED=real is not None,
+        WIDE=_wide(key, value),
+        PRECISION=plan.precision,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def _delta(
@@ -179,7 +206,7 @@ def _delta(
 
 def _query_gradient(
     inputs: tuple[Tensor, ...],
-    strides: list[int],
+    lists: AliveLists,
     lse2: Tensor,
     delta: Tensor,
     dq: Tensor,
@@ -189,7 +216,6 @@ def _query_gradient(
     query, key, value, grad, end = inputs
     B, Hq, T, D = query.shape
     H = key.shape[1]
-    lists = alive_lists(end, plan.list_block)
     tile = plan.query_gradient
     query_gradient_kernel[(triton.cdiv(T, plan.queries(tile.m)), B * H)](
         query,
@@ -203,7 +229,7 @@ def _query_gradient(
         lse2,
         delta,
         dq,
-        *strides,
+        *_strides(query, key, value, grad, dq),
         T,
         lists.index.shape[2],
         lists.index.shape[3],
@@ -225,19 +251,17 @@ def _query_gradient(
 
 def _key_gradient(
     inputs: tuple[Tensor, ...],
-    strides: list[int],
+    lists: AliveLists,
     lse2: Tensor,
     delta: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
     scale: float,
-    deterministic: bool,
+    atomic: bool,
     plan: KernelPlan,
 ) -> None:
     query, key, value, grad, end = inputs
     B, Hq, T, D = query.shape
     H = key.shape[1]
-    by_lifetime = deterministic or plan.by_lifetime
-    lists = lifetime_lists(end, plan.lifetime_chunk) if by_lifetime else alive_lists(end, plan.gradient_block)
     tile = plan.key_gradient
     blocks, room = lists.index.shape[2:]
     tiles = triton.cdiv(room, tile.n)
@@ -252,7 +276,7 @@ def _key_gradient(
         lse2,
         delta,
         *gradients,
-        *strides,
+        *_strides(query, key, value, grad),
         T,
         blocks,
         room,
@@ -266,8 +290,7 @@ def _key_gradient(
         M=tile.m,
         N=tile.n,
         QUERIES=plan.queries(tile.m),
-        ADD_DQ=plan.add_dq and not deterministic,
-        ATOMIC=not by_lifetime,
+        ATOMIC=atomic,
         PRECISION=plan.precision,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -275,9 +298,11 @@ def _key_gradient(
 
 
 def lifetime_lists(end: Tensor, chunk: int) -> AliveLists:
-    """Every key once, in one list per head: by birth in chunks, inside a chunk by the last query that sees it.
+    """Every key once, in one list per head: by birth in chunks, inside a chunk by the last query that sees
+    it.
 
-    Keys that follow each other then live through nearly the same queries, and a tile of them visits few others.
+    Keys that follow each other then live through nearly the same queries, and a tile of them visits few
+    others.
     """
     B, H, T = end.shape
     birth = torch.arange(T, device=end.device) // chunk

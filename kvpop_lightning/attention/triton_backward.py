@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvpop_lightning.attention.triton_forward import gather
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -33,15 +35,20 @@ def delta_kernel(
     M: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
 ):
-    """`delta` and the LSE in units of log 2; +inf where a query sees nothing, so that its P comes out as 0."""
+    """`delta` and the LSE in units of log 2; +inf where a query sees nothing, so that its P comes out as
+    0."""
     t = tl.program_id(0) * M + tl.arange(0, M)
     bh = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     ok = t < T
     mask = ok[:, None] & (d < D)[None, :]
     b, h = bh // HEADS, bh % HEADS
-    out = tl.load(OUT + b * o_b + h * o_h + (t.to(tl.int64) * o_t)[:, None] + d[None, :], mask=mask, other=0.0)
-    grad = tl.load(GRAD + b * g_b + h * g_h + (t.to(tl.int64) * g_t)[:, None] + d[None, :], mask=mask, other=0.0)
+    out = tl.load(
+        OUT + b * o_b + h * o_h + (t.to(tl.int64) * o_t)[:, None] + d[None, :], mask=mask, other=0.0
+    )
+    grad = tl.load(
+        GRAD + b * g_b + h * g_h + (t.to(tl.int64) * g_t)[:, None] + d[None, :], mask=mask, other=0.0
+    )
     lse = tl.load(LSE + bh * T + t, mask=ok, other=float("-inf"))
     sees = lse != float("-inf")
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
@@ -76,6 +83,9 @@ def query_gradient_kernel(
     g_b,
     g_h,
     g_t,
+    d_b,
+    d_h,
+    d_t,
     T,
     blocks,
     room,
@@ -91,7 +101,7 @@ def query_gradient_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dQ by the lists of the forward pass, without atomics; DQ is float32 [B, Hq, T, D], contiguous."""
+    """dQ by lists like those of the forward pass; each program has its own queries. DQ like Q."""
     tile = tl.program_id(0)
     bh = tl.program_id(1)
     b = (bh // H).to(tl.int64)
@@ -125,8 +135,8 @@ def query_gradient_kernel(
         j = tl.load(keys + n + lane)
         if WIDE:
             j = j.to(tl.int64)
-        k = tl.load(k_base + (j * k_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
-        v = tl.load(v_base + (j * v_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        k = gather(k_base, j, k_t, D, BLOCK_D)
+        v = gather(v_base, j, v_t, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         ds = tl.exp2(s * scale2 - lse2[:, None]) * (dp - delta[:, None])
@@ -138,14 +148,15 @@ def query_gradient_kernel(
         sees = (j[None, :] <= query[:, None]) & (query[:, None] < end[None, :])
         if WIDE:
             j = j.to(tl.int64)
-        k = tl.load(k_base + (j * k_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
-        v = tl.load(v_base + (j * v_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        k = gather(k_base, j, k_t, D, BLOCK_D)
+        v = gather(v_base, j, v_t, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         p = tl.where(sees, tl.exp2(s * scale2 - lse2[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    tl.store(DQ + (stat * D)[:, None] + d[None, :], acc * scale, mask=mask)
+    at = head.to(tl.int64) * d_h + query.to(tl.int64) * d_t
+    tl.store(DQ + b * d_b + at[:, None] + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -160,7 +171,6 @@ def _tile(
     GRAD,
     LSE2,
     DELTA,
-    DQ,
     first,
     stop,
     h,
@@ -177,7 +187,6 @@ def _tile(
     M: tl.constexpr,
     QUERIES: tl.constexpr,
     MASKED: tl.constexpr,
-    ADD_DQ: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What the queries `first : min(first + QUERIES, stop)` add to the gradients of one tile of keys."""
@@ -203,9 +212,6 @@ def _tile(
     dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    if ADD_DQ:
-        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
-        tl.atomic_add(DQ + (stat * D)[:, None] + d[None, :], dq, mask=mask, sem="relaxed")
     return dk, dv
 
 
@@ -220,7 +226,6 @@ def key_gradient_kernel(
     COUNT,
     LSE2,
     DELTA,
-    DQ,
     DK,
     DV,
     q_b,
@@ -248,14 +253,14 @@ def key_gradient_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     QUERIES: tl.constexpr,
-    ADD_DQ: tl.constexpr,
     ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of `N` listed keys from the queries of one block; with ADD_DQ their share of dQ as well.
+    """dK and dV of `N` listed keys from the queries of one block.
 
-    With ATOMIC the keys of a list meet other blocks' programs and add; without it every key is in one list only
-    and is stored. DK, DV float32 [B, Hkv, T, D] and DQ float32 [B, Hq, T, D], contiguous, zeroed.
+    With ATOMIC a key is in the lists of several blocks, whose programs add; without it every key is in one
+    list only
+    and is stored. DK, DV float32 [B, Hkv, T, D], contiguous; zeroed with ATOMIC.
     """
     at = tl.program_id(0) // tiles
     n = (tl.program_id(0) % tiles) * N
@@ -272,8 +277,12 @@ def key_gradient_kernel(
         d = tl.arange(0, BLOCK_D)
         mask = listed[:, None] & (d < D)[None, :]
         wide = j.to(tl.int64)
-        k = tl.load(K + b * k_b + h.to(tl.int64) * k_h + (wide * k_t)[:, None] + d[None, :], mask=mask, other=0.0)
-        v = tl.load(V + b * v_b + h.to(tl.int64) * v_h + (wide * v_t)[:, None] + d[None, :], mask=mask, other=0.0)
+        k = tl.load(
+            K + b * k_b + h.to(tl.int64) * k_h + (wide * k_t)[:, None] + d[None, :], mask=mask, other=0.0
+        )
+        v = tl.load(
+            V + b * v_b + h.to(tl.int64) * v_h + (wide * v_t)[:, None] + d[None, :], mask=mask, other=0.0
+        )
         # Queries that see some of these keys, and those in between that see all of them.
         first = tl.maximum(at * block, tl.min(tl.where(end > 0, j, T), axis=0))
         stop = tl.minimum(tl.minimum((at + 1) * block, T), tl.max(end, axis=0))
@@ -291,15 +300,15 @@ def key_gradient_kernel(
         dv = tl.zeros([N, BLOCK_D], tl.float32)
         for i in range(0, clear_tiles):
             dk, dv = _tile(
-                dk, dv, k, v, j, end, q_base, g_base, LSE2, DELTA, DQ, clear + i * QUERIES, stop, h, stat_base, T,
-                q_h, q_t, g_h, g_t, scale, G, D, BLOCK_D, M, QUERIES, False, ADD_DQ, PRECISION,
+                dk, dv, k, v, j, end, q_base, g_base, LSE2, DELTA, clear + i * QUERIES, stop, h, stat_base, T,
+                q_h, q_t, g_h, g_t, scale, G, D, BLOCK_D, M, QUERIES, False, PRECISION,
             )  # fmt: skip
         for i in range(0, head_tiles + tail_tiles):
             before = i < head_tiles
             begin = tl.where(before, first + i * QUERIES, tail + (i - head_tiles) * QUERIES)
             dk, dv = _tile(
-                dk, dv, k, v, j, end, q_base, g_base, LSE2, DELTA, DQ, begin, tl.where(before, clear, stop), h,
-                stat_base, T, q_h, q_t, g_h, g_t, scale, G, D, BLOCK_D, M, QUERIES, True, ADD_DQ, PRECISION,
+                dk, dv, k, v, j, end, q_base, g_base, LSE2, DELTA, begin, tl.where(before, clear, stop), h,
+                stat_base, T, q_h, q_t, g_h, g_t, scale, G, D, BLOCK_D, M, QUERIES, True, PRECISION,
             )  # fmt: skip
         to = ((bh.to(tl.int64) * T + wide) * D)[:, None] + d[None, :]
         if ATOMIC:

@@ -1,7 +1,9 @@
 """Forward kernel of sparse attention over lists of alive keys (docs/training_attention.md).
 
-One program: `QUERIES` consecutive queries times the `G` query heads of one KV head, packed in the `M` rows of a
-tile; row m is query `m // G`, head `m % G`, so any group size fits and the keys are read once for the whole group.
+One program: `QUERIES` consecutive queries times the `G` query heads of one KV head, packed in the `M` rows
+of a
+tile; row m is query `m // G`, head `m % G`, so any group size fits and the keys are read once for the whole
+group.
 """
 
 from __future__ import annotations
@@ -11,6 +13,17 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def gather(base, j, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `j` of a matrix; without a mask where there is nothing to mask."""
+    d = tl.arange(0, BLOCK_D)
+    at = base + (j * stride)[:, None] + d[None, :]
+    if D == BLOCK_D:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "blocks", "H"])
@@ -84,17 +97,18 @@ def forward_kernel(
         j = tl.load(keys + n + lane)
         if WIDE:
             j = j.to(tl.int64)
-        k = tl.load(k_base + (j * k_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        k = gather(k_base, j, k_t, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         new_top = tl.maximum(top, tl.max(s, 1) * scale2)
         p = tl.exp2(s * scale2 - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = tl.load(v_base + (j * v_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        v = gather(v_base, j, v_t, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
-    # The rest: born or gone inside the block. A row may have seen nothing yet, so -inf is kept out of differences.
+    # The rest: born or gone inside the block. A row may have seen nothing yet, so -inf is kept out of
+    # differences.
     for n in range(clear * N, count, N):
         listed = n + lane < count
         j = tl.load(keys + n + lane, mask=listed, other=0)
@@ -102,7 +116,7 @@ def forward_kernel(
         sees = (j[None, :] <= query[:, None]) & (query[:, None] < end[None, :])
         if WIDE:
             j = j.to(tl.int64)
-        k = tl.load(k_base + (j * k_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        k = gather(k_base, j, k_t, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = tl.where(sees, s * scale2, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1))
@@ -111,7 +125,7 @@ def forward_kernel(
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = tl.load(v_base + (j * v_t)[:, None] + d[None, :], mask=d_ok[None, :], other=0.0)
+        v = gather(v_base, j, v_t, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
 

@@ -1,8 +1,11 @@
 """Lists of alive keys on the GPU: a tree of ever smaller blocks, each level filtering its parent's lists.
 
-One program per block reads the list of the block's parent (eight times as long) and keeps what is alive in its own
-queries. A parent of `L` queries holds at most `budget.total + L` keys, so all levels together read and write a small
-multiple of what the lists hold in the end; only the first level looks at whole rows, from at most eight blocks.
+One program per block reads the list of the block's parent (eight times as long) and keeps what is alive in
+its own
+queries. A parent of `L` queries holds at most `budget.total + L` keys, so all levels together read and write
+a small
+multiple of what the lists hold in the end; only the first level looks at whole rows, from at most eight
+blocks.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpop_lightning.attention.lists import AliveLists, alive_counts, room_needed, rounded_room
+from kvpop_lightning.attention.lists import AliveLists, rounded_room
 
 _RATIO = 8
 _CHUNK = 1024
+_ROOT_CHUNK = 4096
 
 
 @triton.jit(do_not_specialize=["T", "length", "parent_blocks", "parent_room", "blocks", "room"])
@@ -26,6 +30,7 @@ def _select(
     LIST,
     FULL,
     COUNT,
+    MOST,
     T,
     length,
     parent_blocks,
@@ -37,7 +42,7 @@ def _select(
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """List of one block of `length` queries of one (row, KV head)."""
+    """List of one block of `length` queries of one (row, KV head); MOST is the longest list of this level."""
     at = tl.program_id(0)
     bh = tl.program_id(1)
     start = at * length
@@ -46,7 +51,7 @@ def _select(
     if ROOT:
         n = stop
     else:
-        n = tl.load(PARENT_COUNT + parent)
+        n = tl.minimum(tl.load(PARENT_COUNT + parent), parent_room)
     source = PARENT + parent.to(tl.int64) * parent_room
     ends = END + bh.to(tl.int64) * T
     target = LIST + (bh * blocks + at).to(tl.int64) * room
@@ -76,36 +81,44 @@ def _select(
             full = alive & (j <= start) & (end >= stop)
             other = alive & (full == 0)
             slot = next_full + tl.cumsum(full.to(tl.int32), axis=0) - 1
-            tl.store(target + slot, j, mask=full)
+            tl.store(target + slot, j, mask=full & (slot < room))
             next_full += tl.sum(full.to(tl.int32), axis=0)
         slot = next_other + tl.cumsum(other.to(tl.int32), axis=0) - 1
-        tl.store(target + slot, j, mask=other)
+        tl.store(target + slot, j, mask=other & (slot < room))
         next_other += tl.sum(other.to(tl.int32), axis=0)
     if SPLIT:
         tl.store(FULL + bh * blocks + at, n_full)
     tl.store(COUNT + bh * blocks + at, next_other)
+    tl.atomic_max(MOST, next_other, sem="relaxed")
 
 
-def alive_lists_triton(end: Tensor, block: int) -> AliveLists:
-    """`alive_lists` by kernels; looks at the host once, for how much room the lists need.
+def alive_lists_triton(end: Tensor, block: int, expected: int) -> tuple[AliveLists, Tensor, list[int]]:
+    """Lists with room for `expected` keys beside the block's own; nothing here waits for the GPU.
 
     Args:
         end: int32 [B, Hkv, T], contiguous, from `last_sight`.
         block: queries per block.
+        expected: keys that one query sees at most (a budget's total).
+
+    Returns:
+        The lists; the longest list of each level, int32, on the GPU; the room of each level. Where a level
+        is longer
+        than its room its list, and those below it, are cut: build them again with more room.
     """
     B, H, T = end.shape
     merges = [1]
     while -(-T // (block * merges[-1])) > _RATIO:
         merges.append(merges[-1] * _RATIO)
-    born, dead = alive_counts(end, block)
-    rooms = torch.stack([room_needed(born, dead, merge) for merge in merges]).tolist()
+    merges.reverse()
+    most = torch.zeros(len(merges), dtype=torch.int32, device=end.device)
+    rooms = [rounded_room(min(T, expected + block * merge)) for merge in merges]
     parent, parent_count = end, end
-    for merge, needed in zip(reversed(merges), reversed(rooms), strict=True):
-        blocks, room = -(-T // (block * merge)), rounded_room(int(needed))
+    for level, (merge, room) in enumerate(zip(merges, rooms, strict=True)):
+        blocks = -(-T // (block * merge))
         index = torch.empty(B, H, blocks, room, dtype=torch.int32, device=end.device)
         count = torch.empty(B, H, blocks, dtype=torch.int32, device=end.device)
         full = torch.empty_like(count)
-        root = merge == merges[-1]
+        root = level == 0
         _select[(blocks, B * H)](
             end,
             parent,
@@ -113,6 +126,7 @@ def alive_lists_triton(end: Tensor, block: int) -> AliveLists:
             index,
             full,
             count,
+            most[level:],
             T,
             block * merge,
             1 if root else parent.shape[2],
@@ -122,8 +136,8 @@ def alive_lists_triton(end: Tensor, block: int) -> AliveLists:
             RATIO=_RATIO,
             ROOT=root,
             SPLIT=merge == 1,
-            CHUNK=_CHUNK,
-            num_warps=4,
+            CHUNK=_ROOT_CHUNK if root else _CHUNK,
+            num_warps=8 if root else 4,
         )
         parent, parent_count = index, count
-    return AliveLists(index, full, count, block)
+    return AliveLists(index, full, count, block), most, rooms

@@ -198,7 +198,7 @@ def test_segments() -> None:
 def test_refusals_are_one_clear_line() -> None:
     q, k, v, e, ids = problem(0, T=8)
     cases = [
-        (lambda: sparse_attention(q, k, v, e, budget=BUDGET, backend="flex"), "auto, reference, sdpa"),
+        (lambda: sparse_attention(q, k, v, e, budget=BUDGET, backend="fast"), "auto, reference, sdpa"),
         (lambda: sparse_attention(q, k, v, e, budget=BUDGET, backend="sdpa"), "need_lse=False"),
         (lambda: sparse_attention(q[:, :5], k, v, e, budget=BUDGET), "5 query heads cannot share 2 KV heads"),
         (lambda: sparse_attention(q, k[:, :, :7], v, e, budget=BUDGET), "key and value must be"),
