@@ -40,8 +40,8 @@ class Launch:
 
     splits: int = 0
     """Programs that share a head's keys; 0 = enough to fill the device."""
-    block: int = 64
-    """Keys a program loads at a time."""
+    block: int = 0
+    """Keys a program loads at a time; 0 = 64 for few rows, 128 for many."""
     attend_warps: int = 4
     attend_stages: int = 3
     evict_warps: int = 4
@@ -90,13 +90,14 @@ class StepKernels:
             self._weights(device)
 
     def _splits(self) -> None:
-        wanted = self.launch.splits
+        wanted, programs = self.launch.splits, 132
+        if self.state.keys.is_cuda:
+            programs = torch.cuda.get_device_properties(self.state.keys.device).multi_processor_count
         if not wanted:
-            programs = 132
-            if self.state.keys.is_cuda:
-                programs = torch.cuda.get_device_properties(self.state.keys.device).multi_processor_count
-            wanted = max(1, 2 * programs // (self.rows * self.heads))
-        block = self.launch.block
+            wanted = max(1, programs // (self.rows * self.heads))
+        # Few rows: many small programs fill the device; many rows: one long one per head streams best.
+        block = self.launch.block or (64 if self.rows * self.heads < programs else 128)
+        self.block = block
         blocks = triton.cdiv(self.slots, block)
         self.per_split = triton.cdiv(blocks, min(wanted, blocks)) * block
         self.splits = triton.cdiv(self.slots, self.per_split)
@@ -164,7 +165,7 @@ class StepKernels:
             self.part_out, self.part_max, self.part_sum, self.arrived, self.scaling, self.eps,
             HEADS=self.heads, GROUP=self.group, GROUP_P=self.group_padded, WINDOW=state.budget.window,
             N=self.slots, D=self.head_dim, DH=half, SPLITS=self.splits,
-            SPLITS_P=triton.next_power_of_2(self.splits), PER_SPLIT=self.per_split, BLOCK=launch.block,
+            SPLITS_P=triton.next_power_of_2(self.splits), PER_SPLIT=self.per_split, BLOCK=self.block,
             HAS_NORM=has_norm, PDL=launch.pdl, num_warps=launch.attend_warps, num_stages=launch.attend_stages,
             **({"launch_pdl": True} if launch.pdl else {}),
         )  # fmt: skip
