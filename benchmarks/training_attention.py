@@ -2,9 +2,9 @@
 
     python benchmarks/training_attention.py [--json FILE] [--figure FILE]
 
-32 query heads, 8 KV heads, head dimension 128, bfloat16, 4096 keys per KV head (4 sinks, window 256). Two retention
-patterns: random priorities, and priorities that come in topics (neighbours are kept or dropped together) and fade
-with age. Times are medians, everything included (the lists too); memory is the peak above the inputs.
+32 query heads, 8 KV heads, head dimension 128, bfloat16, 4096 keys per KV head (4 sinks, window 256). Two
+retention patterns: random priorities, and made-up ones that come in topics (neighbours are kept or dropped
+together) and fade with age. Times are medians, everything included (the lists too); memory is the peak above the inputs.
 """
 
 from __future__ import annotations
