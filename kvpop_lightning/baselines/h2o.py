@@ -1,4 +1,4 @@
-"""H2O: recent keys and heavy hitters by accumulated attention (Zhang et al., 2023; PEERS.md)."""
+"""H2O: recent keys and heavy hitters by accumulated attention (Zhang et al., 2023; docs/baselines.md)."""
 
 from __future__ import annotations
 

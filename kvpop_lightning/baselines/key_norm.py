@@ -1,4 +1,4 @@
-"""Key norm: keys of low norm are kept (Devoto et al., 2024; PEERS.md)."""
+"""Key norm: keys of low norm are kept (Devoto et al., 2024; docs/baselines.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KeyDiff: keys most unlike the mean normalised key stay (Park et al., 2025; PEERS.md)."""
+"""KeyDiff: keys most unlike the mean normalised key stay (Park et al., 2025; docs/baselines.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class KeyDiff(StepwiseRule):
     """Drops the held key of highest cosine similarity to the mean of all held keys, each normalised.
 
     The mean is taken anew at every drop over what the KV head holds, sinks and window included. KVpop's sinks
-    and window are protected (AMENDMENTS.md, 12).
+    and window are protected (METHOD.md, section 7).
     """
 
     kind = "keydiff"

@@ -1,4 +1,4 @@
-"""Oracle: the future-attention target itself as the score (AMENDMENTS.md, 14)."""
+"""Oracle: the future-attention target itself as the score (METHOD.md, section 7)."""
 
 from __future__ import annotations
 

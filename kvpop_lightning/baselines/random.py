@@ -1,4 +1,4 @@
-"""Random scores: the control that every learned scorer must beat (AMENDMENTS.md, 12 and 14)."""
+"""Random scores: the control that every learned scorer must beat (METHOD.md, section 7)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 DECAY_SUFFIX = "+decay"
 """`random+decay`: the rule's scores with KVpop's decay, the control a trained scorer must beat
-(AMENDMENTS.md, 14)."""
+(METHOD.md, section 7)."""
 
 
 @dataclass(frozen=True)

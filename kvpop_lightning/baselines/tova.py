@@ -1,4 +1,4 @@
-"""TOVA: drop the held key that the newest query attends least (Oren et al., 2024; PEERS.md)."""
+"""TOVA: drop the held key that the newest query attends least (Oren et al., 2024; docs/baselines.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far back a solution reaches: tokens from the statement of a fact to each use (AMENDMENTS 20)."""
+"""How far back a solution reaches: tokens from the statement of a fact to each use (docs/data.md)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `Script` is the pen that families write with. A family never formats a number by hand: `draw` and `derive`
 record a value, `fact` writes it down for the first time, `use` writes it again where the solution looks it
 up, and `equation` evaluates the very text that it prints. So a wrong step cannot be written, and the distance
-from a fact to its uses (AMENDMENTS 20) is known for every document.
+from a fact to its uses (docs/data.md) is known for every document.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class TeacherLogits(NamedTuple):
 def supervised_positions(loss_mask: Tensor, document_ids: Tensor, first: int = 0) -> Tensor:
     """Positions of one row that are evaluated, int64 [P].
 
-    Position `i` counts iff token `i + 1` belongs to the same document and to the loss mask (AMENDMENTS 9),
+    Position `i` counts iff token `i + 1` belongs to the same document and to the loss mask (METHOD.md, section 4),
     and `i >= first`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Averages over rows and paired intervals of the differences between two policies (AMENDMENTS 13).
+"""Averages over rows and paired intervals of the differences between two policies (METHOD.md, section 7).
 
 Rows are the unit of replication: positions of one text are far from independent. Two policies are compared
 on the same rows, so the interval is that of the mean of the row differences.

@@ -59,7 +59,7 @@ def retrofit(
         inputs: what a learned scorer reads, `kv`, `hidden` or `kv_hidden`.
         delay: mLSTM, tokens absorbed before a token is read; None = the window.
         width, memory_dim, value_dim: sizes of learned scorers.
-        match_bytes: lower `topk` by what the scorer's memory costs (AMENDMENTS.md, 3); `model.kvpop.budget`
+        match_bytes: lower `topk` by what the scorer's memory costs (METHOD.md, section 5); `model.kvpop.budget`
             is then the lowered budget.
         seed: of the scorers' initial weights.
         options: further options of `build_scorer`.

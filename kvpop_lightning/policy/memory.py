@@ -1,4 +1,4 @@
-"""Bytes that one sequence holds in the bounded cache, and budgets of equal bytes (AMENDMENTS.md, 3).
+"""Bytes that one sequence holds in the bounded cache, and budgets of equal bytes (METHOD.md, section 5).
 
 Policies are compared at equal bytes, always counted at 2 bytes per cached element whatever the run's dtype:
 the scorer's state is paid for in long-range slots.

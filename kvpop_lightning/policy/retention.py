@@ -26,7 +26,7 @@ class RetentionPolicy(nn.Module):
     """Budget, one scorer per layer, decay; `retrofit` attaches it to a model as `model.kvpop`.
 
     Whatever dtype the model is cast to, the scorers stay in float32 or better and the decay in float64
-    (AMENDMENTS.md, 1): casts to half precision move devices only.
+    (METHOD.md, section 6): casts to half precision move devices only.
 
     Args:
         name: policy name, as in tables and files.
@@ -96,7 +96,7 @@ class RetentionPolicy(nn.Module):
             num_heads: KV heads.
             decay_depth, decay_heads: how a decay given as one number spreads over layers and heads, see
                 `spread_decay`.
-            match_bytes: lower `budget.topk` by what the scorer's memory costs (AMENDMENTS.md, 3).
+            match_bytes: lower `budget.topk` by what the scorer's memory costs (METHOD.md, section 5).
             seed: of the initial weights and of the random rule.
         """
         generator = torch.Generator().manual_seed(seed)

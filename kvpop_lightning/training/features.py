@@ -2,7 +2,7 @@
 target.
 
 With a frozen base nothing but the scorers changes, so one dense forward per row serves the whole training
-(AMENDMENTS 2): everything here comes from the dense forward, with the dense normaliser.
+(METHOD.md, section 4): everything here comes from the dense forward, with the dense normaliser.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Means and standard deviations of the scorers' inputs, over the first training tokens (AMENDMENTS 21)."""
+"""Means and standard deviations of the scorers' inputs, over the first training tokens (METHOD.md, section 5)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The dense teacher: features and targets of rows for later training, and fine-tuning by cross-entropy
-(AMENDMENTS 16).
+(METHOD.md, section 4).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameter-free rules and the registry of policies (METHOD.md, section 7; AMENDMENTS.md, 12 and 14)."""
+"""Parameter-free rules and the registry of policies (METHOD.md, section 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cache holds, keeps and forgets (PEERS.md, reported failures 3 to 7)."""
+"""What the cache holds, keeps and forgets (Failures that peers report, number 3 to 7)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def storage(cache) -> dict[str, tuple[int, int]]:
 def expected_bytes(
     policy, batch: int, *, heads: int = 2, dim: int = 6, element: int = 8, real: int = 8
 ) -> int:
-    """AMENDMENTS 3 for one layer; here a float64 run with float64 scores."""
+    """METHOD.md, section 5 for one layer; here a float64 run with float64 scores."""
     budget, scorer = policy.budget, policy.scorers[0]
     per_head = budget.total * 2 * dim * element + (real + 8) * budget.topk + real * budget.window
     per_head += scorer.state_bytes(real)

@@ -51,7 +51,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_equal_the_parallel_forward(model, prompts, mode: str) -> None:
-    """PEERS.md, reported failures 1 and 4: true positions past the budget, harmless padding."""
+    """Failures that peers report, number 1 and 4: true positions past the budget, harmless padding."""
     expected = generate(model, prompts, use_cache=False, **MODES[mode])
     cache = BoundedCache(model)
     assert torch.equal(generate(model, prompts, past_key_values=cache, **MODES[mode]), expected)
@@ -61,7 +61,7 @@ def test_modes_equal_the_parallel_forward(model, prompts, mode: str) -> None:
 
 
 def test_left_padded_batch_equals_one_by_one(model, prompts) -> None:
-    """PEERS.md, reported failure 4."""
+    """A failure that peers report, number 4."""
     together = generate(model, prompts)
     for row in range(3):
         length = int(prompts["attention_mask"][row].sum())
@@ -70,7 +70,7 @@ def test_left_padded_batch_equals_one_by_one(model, prompts) -> None:
 
 
 def test_results_do_not_depend_on_order(model, prompts) -> None:
-    """PEERS.md, reported failure 3: one cache, reset between longer and shorter texts in any order."""
+    """A failure that peers report, number 3: one cache, reset between longer and shorter texts in any order."""
     texts = [{"input_ids": prompts["input_ids"][0:1, :n]} for n in (17, 5, 11)]
     fresh = [generate(model, text, past_key_values=BoundedCache(model)) for text in texts]
     cache = BoundedCache(model)
@@ -105,7 +105,7 @@ def test_prefill_in_chunks(model, prompts) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 16), (3, 18), (2, 17)])
 def test_mask_of_the_wrong_length(model, prompts, shape) -> None:
-    """PEERS.md, reported failure 8."""
+    """A failure that peers report, number 8."""
     with pytest.raises(ValueError):
         generate(
             model, {"input_ids": prompts["input_ids"], "attention_mask": torch.ones(shape, dtype=torch.long)}
@@ -115,7 +115,7 @@ def test_mask_of_the_wrong_length(model, prompts, shape) -> None:
 
 
 def test_bytes_are_those_of_the_kv_heads(model, prompts) -> None:
-    """PEERS.md, reported failures 5 and 6: two KV heads are stored, not six query heads, and B tokens."""
+    """Failures that peers report, number 5 and 6: two KV heads are stored, not six query heads, and B tokens."""
     policy = model.kvpop
     cache = BoundedCache(model)
     generate(model, prompts, past_key_values=cache)

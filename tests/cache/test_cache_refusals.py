@@ -43,7 +43,7 @@ def test_delay_longer_than_the_window() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 12), (2, 16), (1, 15), (2, 1, 3, 15)])
 def test_mask_of_another_shape(cache, shape) -> None:
-    """PEERS.md, reported failure 8: three new columns after twelve need a mask of fifteen."""
+    """A failure that peers report, number 8: three new columns after twelve need a mask of fifteen."""
     with refuse("attention_mask must"):
         cache.begin(2, 3, torch.ones(shape))
     cache.begin(2, 3, torch.ones(2, 15))  # and nothing was lost

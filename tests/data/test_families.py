@@ -108,7 +108,7 @@ def test_a_length_can_be_asked_for(name, tokens):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_solutions_reach_far_back(name, tokenizer):
-    """AMENDMENTS 20: median distance at least 300 tokens, a tenth at least 1000 (SmolLM2: docs/data.md)."""
+    """docs/data.md: median distance at least 300 tokens, a tenth at least 1000 (SmolLM2: docs/data.md)."""
     renderer = ChatRenderer(tokenizer)
     distances = []
     for seed, tokens in enumerate((300, 700, 1500, 2500, 4000)):

@@ -1,4 +1,4 @@
-"""The policy of a whole model: decisions, bytes, description, precision (AMENDMENTS.md, 1 and 3)."""
+"""The policy of a whole model: decisions, bytes, description, precision (METHOD.md, sections 5 and 6)."""
 
 from __future__ import annotations
 

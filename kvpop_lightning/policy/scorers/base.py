@@ -181,7 +181,7 @@ class Scorer(nn.Module, ABC):
         hidden_mean: Tensor | None = None,
         hidden_std: Tensor | None = None,
     ) -> None:
-        """Fixes the mean and standard deviation that inputs are standardised with (AMENDMENTS.md, 21).
+        """Fixes the mean and standard deviation that inputs are standardised with (METHOD.md, section 5).
 
         key and value [H, D], hidden [Hid]; what the scorer does not read is ignored. Rules without parameters
         ignore it all.

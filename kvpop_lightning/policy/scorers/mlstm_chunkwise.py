@@ -1,4 +1,4 @@
-"""The mLSTM in chunks: linear in T, few operations, exact (METHOD.md, section 5; AMENDMENTS.md, 6).
+"""The mLSTM in chunks: linear in T, few operations, exact (METHOD.md, section 5).
 
 Inside a chunk the memory is read as attention with a decay matrix [L, L]; across chunks it is carried as a
 state.

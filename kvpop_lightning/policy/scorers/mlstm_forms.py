@@ -1,4 +1,4 @@
-"""The mLSTM memory as definition and as recurrence (METHOD.md, section 5; AMENDMENTS.md, 6).
+"""The mLSTM memory as definition and as recurrence (METHOD.md, section 5).
 
 Every form takes the same tensors: query, key [B, H, T, d_m], value [B, H, T, d_v], the pre-activations of the
 input and forget gates [B, H, T], and reads at row p with the query that stands at row p (a delayed read hands
@@ -21,7 +21,7 @@ EMPTY = -1e30
 """Stands for m = -inf (nothing absorbed yet): finite, so that differences of two of them are 0 and not
 NaN."""
 LARGEST_EXPONENT = 80.0
-"""-m is clamped here before exp (AMENDMENTS.md, 6)."""
+"""-m is clamped here before exp (METHOD.md, section 5)."""
 
 
 def empty_state(batch: int, heads: int, key_dim: int, value_dim: int, like: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Mean and standard deviation per channel over the first training tokens (AMENDMENTS.md, 21)."""
+"""Mean and standard deviation per channel over the first training tokens (METHOD.md, section 5)."""
 
 from __future__ import annotations
 
