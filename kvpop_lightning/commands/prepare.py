@@ -7,8 +7,8 @@ from kvpop_lightning.config.schema import Config
 
 SUMMARY = "convert the model's weights and pack the data"
 DETAILS = """Every other command does this when it is needed; what is there already is reused. Data is
-    packed (only the tokenizer of the model is loaded) into rows below data.cache_dir, in a folder named by a fingerprint of sources, settings and
-    tokenizer."""
+    packed into rows below data.cache_dir, in a folder named by a fingerprint of sources, settings and
+    tokenizer. Only the tokenizer of the model is loaded. kvpop data stats shows what the rows hold."""
 KEYS = (
     "model.source",
     "model.path",
@@ -58,7 +58,7 @@ def run(config: Config, call: Call) -> int:
         if (told := rows.index.get("account")) is not None:
             dropped = ", ".join(f"{reason} {count}" for reason, count in told["dropped"].items()) or "none"
             print(
-                f"{name}: {told['read']} rows read, {told['kept']} kept, {told['not_needed']} beyond the rows "
-                f"asked for, dropped: {dropped}"
+                f"{name}: {told['read']} rows read, {told['kept']} kept, {told['not_needed']} beyond the "
+                f"rows asked for, dropped: {dropped}"
             )
     return 0

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -186,3 +186,13 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
             dict(zip(("origin", "family", "tokens", "hash"), piece, strict=True))
             for piece in json.loads(line)
         ]
+
+    def all_pieces(self) -> Iterator[list[dict[str, Any]]]:
+        """The documents of every row in order, each shard's list read once."""
+        for shard in self.index["shards"]:
+            path = self.folder / shard["files"]["pieces"]["name"]
+            for line in path.read_text("utf-8", "surrogatepass").splitlines():
+                yield [
+                    dict(zip(("origin", "family", "tokens", "hash"), piece, strict=True))
+                    for piece in json.loads(line)
+                ]
