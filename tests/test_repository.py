@@ -110,7 +110,7 @@ def test_params_yaml_is_the_demo_configuration() -> None:
 def test_dvc_stages_use_settings_that_exist() -> None:
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
-    assert list(stages) == ["prepare", "train", "evaluate"]
+    assert list(stages) == ["prepare", "train", "evaluate", "report"]
     for stage in stages.values():
         for key in stage["params"]:
             assert key in params, key

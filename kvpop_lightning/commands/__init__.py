@@ -11,6 +11,7 @@ from kvpop_lightning.config.schema import Config
 
 COMMANDS = (
     "prepare",
+    "data",
     "train",
     "evaluate",
     "compare",
