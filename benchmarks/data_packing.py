@@ -21,7 +21,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from kvpop_lightning.config.schema import DataConfig
-from kvpop_lightning.data import families, prepare
+from kvpop_lightning.data import families
+from kvpop_lightning.data.prepare import prepare
 from kvpop_lightning.data.rows import PackedRows
 
 
