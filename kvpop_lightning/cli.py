@@ -15,12 +15,19 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+
+if find_spec("omegaconf") is None:  # even `kvpop doctor` reads its settings with it
+    sys.exit(
+        "error: the package omegaconf is not installed: make setup, or pip install -c constraints.txt -e ."
+    )
 
 from kvpop_lightning import __version__, help_text
 from kvpop_lightning.commands import COMMANDS, Call, Command, load_command
 from kvpop_lightning.config.choices import did_you_mean
 from kvpop_lightning.config.compose import compose, to_yaml
+from kvpop_lightning.config.own_policies import import_policies
 from kvpop_lightning.errors import ConfigError, Terminated, UserError
 
 MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
@@ -54,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         call = Call(name, tuple(settings), own)
         _set_up_process()
+        if config.policy.module is not None:
+            import_policies(config.policy.module)
         return _run(command, config, call)
     except BrokenPipeError:  # `kvpop ... | head`
         with contextlib.suppress(OSError):
@@ -155,7 +164,8 @@ def _report(error: BaseException, call: Call | None) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         typed = " ".join([call.command, *call.overrides]).replace(" sweep.name=", " ") if call else ""
-        again = f"kvpop {typed}" if typed else ""
+        by = "make" if typed == "demo" and "MAKELEVEL" in os.environ else "kvpop"
+        again = f"{by} {typed}" if typed else ""
         how = "terminated" if isinstance(error, Terminated) else "interrupted"
         _say(f"{how}: run the same command again to go on from where it stopped ({again})" if again else how)
         return TERMINATED if isinstance(error, Terminated) else INTERRUPTED

@@ -148,7 +148,10 @@ def value_at(config: Config, key: str) -> Any:
 
 
 def _choices(config: Config) -> Iterator[str]:
+    own = ("policy.name", "policy.scorer.type", "eval.policies") if config.policy.module else ()
     for key, allowed in CHOICES.items():
+        if key in own:  # names that only the registry knows, once the file is imported
+            continue
         value = value_at(config, key)
         for name in value if isinstance(value, list) else [value]:
             if name is not None and name not in allowed:
@@ -184,7 +187,7 @@ def _budgets(config: Config) -> Iterator[str]:
 
 
 def _mlstm_memory(config: Config) -> Iterator[str]:
-    """The state must leave at least one long-range key (AMENDMENTS 3); without a known head size: checked
+    """The state must leave at least one long-range key (METHOD.md, section 5); without a known head size: checked
     later."""
     if config.policy.name == "kvpop_mlstm" or "kvpop_mlstm" in config.train_policies:
         topk = config.policy.budget.topk

@@ -73,6 +73,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def policies_of_words(names: Iterable[str]) -> list[str]:
+    """Policy names with `all` and `untrained` (those without anything to train) written out, each once where
+    a word brought it."""
+    untrained = [name for name in POLICIES if name not in TRAINED_POLICIES]
+    groups = {"all": list(POLICIES), "untrained": untrained}
+    found: list[str] = []
+    for name in names:
+        found += [each for each in groups[name] if each not in found] if name in groups else [name]
+    return found
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """At most `count` known names like `name`: by spelling, or the same last part (`topk` ->
     `policy.budget.topk`)."""

@@ -19,11 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvpop_lightning.config import files
 from kvpop_lightning.config.checks import problems_of
-from kvpop_lightning.config.choices import did_you_mean
+from kvpop_lightning.config.choices import did_you_mean, policies_of_words
 from kvpop_lightning.config.describe import Setting, groups, settings, top_groups
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import ConfigError, UserError
 
+SHORT = {"policies": "eval.policies"}
+"""Keys that may be written without their group."""
 FREE_TEXT = ("generate.prompt", "generate.system")
 """Keys whose `${...}` is text, not a reference to another key: they go past OmegaConf."""
 
@@ -79,6 +81,7 @@ def compose(
     except OmegaConfBaseException as error:
         raise ConfigError([_first_line(error)]) from error
     config = replace(config, generate=replace(config.generate, **texts))
+    config = replace(config, eval=replace(config.eval, policies=policies_of_words(config.eval.policies)))
     if experiment is not None:
         config = replace(config, experiment=experiment)
     keys = {key for key, _ in words}
@@ -117,7 +120,8 @@ def _split(words: Sequence[str], command: str | None, problems: list[str]) -> li
             problems.append(f"'{key}': keys take no dashes; write {key.lstrip('-')}={value}")
         else:
             own = f"{command}.{key.strip()}"
-            pairs.append((own if command in OWN_KEYS and own in settings() else key.strip(), value))
+            name = own if command in OWN_KEYS and own in settings() else key.strip()
+            pairs.append((SHORT.get(name, name), value))
     return pairs
 
 

@@ -63,6 +63,8 @@ class ScorerConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
+    module: str | None = None
+    """Python file that registers policies of your own, whose names may then be used (docs/baselines.md)."""
     name: str = "kvpop_mlp"
     """`full streaming_llm random key_norm oracle kvpop_mlp kvpop_mlstm kvpop_linear` ..."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)

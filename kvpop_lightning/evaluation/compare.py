@@ -9,7 +9,7 @@ from rich.console import Console
 from kvpop_lightning.config.policies import with_policy
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.evaluation.evaluate import EvaluationResult, evaluate
-from kvpop_lightning.evaluation.table import summary_lines, terminal_table
+from kvpop_lightning.evaluation.table import notes, summary_lines, terminal_table
 from kvpop_lightning.evaluation.trained import is_trained, policy_folder, trained_names
 
 
@@ -17,7 +17,11 @@ def print_result(result: EvaluationResult, console: Console | None = None) -> No
     """The table, what separates the best learned policy from the best rule, and where the files are."""
     console = console or Console()
     console.print(terminal_table(result.table))
-    for line in (*summary_lines(result.table), *(str(path) for path in result.artifacts)):
+    for line in (
+        *summary_lines(result.table),
+        *notes(result.table),
+        *(str(path) for path in result.artifacts),
+    ):
         console.print(line, highlight=False, soft_wrap=True)
 
 

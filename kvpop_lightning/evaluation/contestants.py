@@ -1,8 +1,8 @@
 """Who is compared: every (policy, budget) pair as a retention policy ready to be set on the model.
 
-One training serves all budgets (AMENDMENTS 13): a trained policy keeps its scorers and takes another number
+One training serves all budgets (METHOD.md, section 7): a trained policy keeps its scorers and takes another number
 of long-range slots, lowered by what its state costs, so that all policies of one budget hold the same bytes
-(AMENDMENTS 3).
+(METHOD.md, section 5).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvpop_lightning.models.compat import cache_keyword
 from kvpop_lightning.models.families import attention_modules, rule_facts, shape_of
 from kvpop_lightning.policy import Budget, RetentionPolicy
 from kvpop_lightning.policy.memory import dense_bytes_per_sequence, equal_bytes_budget
+from kvpop_lightning.policy.own_attention import OwnAttention
 from kvpop_lightning.policy.stepwise import StepwiseRule
 
 
@@ -43,6 +44,8 @@ class Contestant:
     """Another model than the teacher's, for a policy whose base was trained with it."""
     key: dict[str, Any] = field(default_factory=dict)
     """What decides its records: description and weights' hash."""
+    reason: str | None = None
+    """Why it cannot run in this setting, in one line; it then has neither policy nor records."""
 
     @property
     def pair(self) -> tuple[str, int]:
@@ -64,11 +67,12 @@ class Contestant:
     def facts(self) -> dict[str, Any]:
         """Fields of its table entry that no row decides."""
         if self.policy is None:
-            return {"sees_future": False}
+            return {"sees_future": False, "bounded": get(self.name).bounded and self.name != "full"}
         decay = self.policy.decay
         even = bool((decay == decay.flatten()[0]).all())
         return {
             "sees_future": self.sees_future,
+            "bounded": get(self.name).bounded,
             "sink": self.policy.budget.sink,
             "window": self.policy.budget.window,
             "topk": self.policy.budget.topk,
@@ -154,6 +158,8 @@ def at_budget(
 def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[Contestant]:
     """Every policy of `names` at every budget of `eval.budgets` (`full` once).
 
+    One that cannot run at a budget, as when equal bytes do not pay for its state, is there with its reason.
+
     Args:
         model: retrofitted, whatever its policy: gives shapes and device.
 
@@ -179,8 +185,11 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
                     f"policy.budget.window is {config.policy.budget.window}: set it to "
                     f"{trained.budget.window} or train again"
                 )
-        for total in config.eval.budgets:
-            budget = budget_of(config, total)
+        own = None
+        if trained is not None and trained.layer_scorer(0).ragged:
+            own = trained.budget  # it holds what its gates leave open, whatever is asked
+        for total in config.eval.budgets if own is None else [own.total]:
+            budget = own or budget_of(config, total)
             stretch = decay_exponent(config, total)
             try:
                 if trained is not None:
@@ -200,8 +209,10 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
                     )
             except UserError:
                 raise
-            except ValueError as error:
-                raise UserError(f"{name} at {total} keys: {error}") from None
+            except ValueError as error:  # the table says so in its cell
+                reason = " ".join(str(error).split())
+                found.append(Contestant(name, total, key={"policy": name}, reason=reason))
+                continue
             policy = policy.to(device).eval()
             description = {k: v for k, v in policy.to_dict().items() if k != "name"}
             key = {"policy": description, "weights": tensors_digest(policy.state_dict()), "base": base}
@@ -249,6 +260,16 @@ def measured_bytes(
         with contestant.active(model, nothing, torch.zeros_like(ids)) as active:
             bounded = BoundedCache(active, record=False)
             active(input_ids=ids, use_cache=True, **{cache_keyword(active): bounded})
+            if isinstance(rule, OwnAttention) and rule.holds_all:
+                # It grows with the text: what is allocated per slot, times the reference length.
+                slots = bounded.layers[0].keys.shape[2]
+                held = bounded.bytes_held() * reference_length // slots
+                return {
+                    "bytes_held": held,
+                    "peak_bytes": held,
+                    "bytes_accounted": bounded.bytes_held(element_bytes=2) * reference_length // slots,
+                    "element_bytes": element,
+                }
             return {
                 "bytes_held": bounded.bytes_held(),
                 "peak_bytes": bounded.peak_bytes(),

@@ -17,9 +17,10 @@ from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.evaluation.contestants import Contestant, budget_of, build_contestants, measured_bytes
 from kvpop_lightning.evaluation.pictures import draw_figures
+from kvpop_lightning.evaluation.ragged import ragged_facts
 from kvpop_lightning.evaluation.rows import Record, RowSettings, dense_record, dense_row, policy_record
 from kvpop_lightning.evaluation.store import EvaluationStore
-from kvpop_lightning.evaluation.table import Entry, add_intervals, entry, write_table
+from kvpop_lightning.evaluation.table import Entry, add_intervals, entry, refusal, write_table
 from kvpop_lightning.models import is_retrofitted, load_model, retrofit, unretrofit
 from kvpop_lightning.models.fingerprint import base_fingerprint
 from kvpop_lightning.training.forward import collate, to_device
@@ -48,7 +49,7 @@ class EvaluationResult:
 
 
 def first_position(config: Config) -> int:
-    """First row position that counts, in tokens: that share of `eval.reference_length` (AMENDMENTS 13)."""
+    """First row position that counts, in tokens: that share of `eval.reference_length` (METHOD.md, section 7)."""
     return int(config.eval.first_position * min(config.eval.reference_length, config.data.row_length))
 
 
@@ -70,7 +71,7 @@ class Evaluation:
         model: retrofitted model in evaluation mode on its device.
         rows: held-out rows (`__len__`, `__getitem__` -> dict without batch dimension).
         fingerprint: of the data.
-        contestants: the (policy, budget) pairs.
+        contestants: the (policy, budget) pairs, those that cannot run included.
         progress: show a line with an estimate of what is left.
     """
 
@@ -85,7 +86,9 @@ class Evaluation:
         progress: bool = True,
     ) -> None:
         self.config, self.model, self.rows = config, model, rows
-        self.contestants, self.progress = list(contestants), progress
+        self.contestants = [c for c in contestants if c.reason is None]
+        self.refused = [c for c in contestants if c.reason is not None]
+        self.order, self.progress = [c.pair for c in contestants], progress
         self.settings = row_settings(config)
         self.count = min(config.eval.rows, len(rows))
         if self.count < 1:
@@ -199,12 +202,14 @@ class Evaluation:
                 reference,
                 records[c.pair],
                 **c.facts(),
-                **self.bytes_facts(c),
+                **(facts := self.bytes_facts(c))
+                | ragged_facts(c.policy, records[c.pair], reference, facts["element_bytes"]),
             )
             for c in self.contestants
         ]
         add_intervals(entries)
-        return entries
+        entries += [refusal(c.name, c.total, reference, str(c.reason)) for c in self.refused]
+        return sorted(entries, key=lambda e: self.order.index((e["policy"], e["budget"])))
 
 
 def evaluate(

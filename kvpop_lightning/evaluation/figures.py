@@ -85,7 +85,9 @@ def kl_against_budget(table: Sequence[Entry], path: str | Path, title: str | Non
     values: list[float] = []
     for policy in policies_of(table):
         found = [find(table, policy, b) for b in budgets]
-        points = [(e["budget"], e["kl"]) for e in found if e is not None and e["kl"] > 0]
+        points = [
+            (e["budget"], e["kl"]) for e in found if e is not None and e["kl"] is not None and e["kl"] > 0
+        ]
         if policy == "full" or not points:
             continue
         (line,) = axes.plot(*zip(*points, strict=True), label=policy, **_style(policy))

@@ -49,6 +49,8 @@ def draw_figures(run: Evaluation, table: Sequence[Entry], tokenizer: Any) -> lis
     ]
     budget = budgets[len(budgets) // 2]
     shown = _shown(run.contestants, table, budget)
+    if not shown:
+        return paths
     ids = run.batch(0)["input_ids"][0].tolist()
     query = len(ids) - 1
     times = {c.name: run.eviction_times(c) for c in shown}

@@ -26,6 +26,7 @@ from kvpop_lightning.evaluation.metrics import (
     teacher_logits,
     token_metrics,
 )
+from kvpop_lightning.evaluation.ragged import dense_below, held_at_end
 from kvpop_lightning.models import LayerPrefix, after_prefix, dense, observe
 from kvpop_lightning.policy import (
     Budget,
@@ -35,6 +36,7 @@ from kvpop_lightning.policy import (
     static_priority,
     teacher_decisions,
 )
+from kvpop_lightning.policy.own_attention import OwnAttention
 from kvpop_lightning.training.forward import Batch, last_hidden, output_head
 
 Record = dict[str, Any]
@@ -51,7 +53,7 @@ class RowSettings:
     aggregation: str = "max"
     """Of the target over the query heads of a group."""
     boundary: str = "cutoff"
-    """Boundary token of the decisions (AMENDMENTS 7)."""
+    """Boundary token of the decisions (METHOD.md, section 4)."""
     mass_queries: int = 64
     """Evenly spaced evaluated queries at which the retained attention is measured."""
     position_stride: int = 1
@@ -265,17 +267,25 @@ def policy_record(
         `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined; absent under a
         stepwise rule, which has no priorities).
     """
+    policy: Any = model.kvpop
+    rule = policy.layer_scorer(0)
+    own = rule if isinstance(rule, OwnAttention) else None
     scores: list[Tensor] = []
     priorities: list[Tensor] = []
     evictions: list[Tensor] = []
+    masses: list[Tensor] = []
 
     def keep(seen: Any) -> None:
+        if own is not None and own.holds_all:  # what a query attends, not what is held, which is everything
+            at = row.mass_positions
+            sees = own.visible(seen.query, seen.key, policy.budget, seen.document_ids, at)[0, :, None]
+            dense_share = row.probability[len(masses)].unflatten(0, (sees.shape[0], -1))
+            masses.append((dense_share * sees).sum(-1, dtype=torch.float32).mean(-1).flatten())
         scores.append(seen.score)
         priorities.append(seen.priority)
         evictions.append(seen.eviction)
 
-    policy: Any = model.kvpop
-    known = row.prefix_of(policy.budget.total) if reuse_prefix else []
+    known = row.prefix_of(dense_below(rule, policy.budget)) if reuse_prefix else []
     with ExitStack() as modes:
         modes.enter_context(observe(model, keep))
         if known:
@@ -296,8 +306,11 @@ def policy_record(
         "top1": metrics.top1,
         "nll": metrics.nll,
         "positions": metrics.positions,
-        "retained_mass": retained_mass(row.probability, row.mass_positions, eviction),
+        "retained_mass": torch.stack(masses)
+        if masses
+        else retained_mass(row.probability, row.mass_positions, eviction),
     }
+    record |= held_at_end(rule, eviction, row.document_ids)
     if scores[0] is None:  # a stepwise rule ranks nothing once and for all
         return record
     score, priority = torch.cat(scores), torch.cat(priorities).flatten(0, 1)

@@ -91,6 +91,27 @@ def entry(
     return plain(result)
 
 
+def refusal(policy: str, budget: int, reference_length: int, reason: str) -> Entry:
+    """The object of a policy that cannot run at this budget: no figures, and `reason` says why."""
+    nothing = dict.fromkeys(("kl", "top1", "perplexity", "nll"))
+    return {
+        "policy": policy,
+        "compression": 1 - budget / reference_length,
+        "budget": budget,
+        **nothing,
+        "reference_length": reference_length,
+        "learned": is_learned(policy),
+        "reason": reason,
+        "rows": [],
+        "versus": {},
+    }
+
+
+def ran(e: Entry | None) -> bool:
+    """True for an entry with figures."""
+    return e is not None and e["kl"] is not None
+
+
 def add_intervals(table: Sequence[Entry], level: float = 0.95) -> None:
     """Give every entry `versus`: its paired difference to each learned policy at the same budget, by metric.
 
@@ -131,7 +152,7 @@ def find(table: Sequence[Entry], policy: str, budget: int) -> Entry | None:
 
 
 def best_learned(table: Sequence[Entry], budget: int) -> Entry | None:
-    learned = [e for e in table if e["budget"] == budget and is_learned(e["policy"])]
+    learned = [e for e in table if e["budget"] == budget and is_learned(e["policy"]) and ran(e)]
     return min(learned, key=lambda e: e["kl"], default=None)
 
 
@@ -143,7 +164,11 @@ def summary_lines(table: Sequence[Entry]) -> list[str]:
         rules = [
             e
             for e in table
-            if e["budget"] == budget and not is_learned(e["policy"]) and e["policy"] not in ("full", "oracle")
+            if e["budget"] == budget
+            and ran(e)
+            and e.get("bounded", True)
+            and not is_learned(e["policy"])
+            and e["policy"] not in ("full", "oracle")
         ]
         if best is None or not rules:
             continue
@@ -155,6 +180,25 @@ def summary_lines(table: Sequence[Entry]) -> list[str]:
             line += f" [{interval['low']:+.4f}, {interval['high']:+.4f}]"
         lines.append(line)
     return lines
+
+
+def notes(table: Sequence[Entry]) -> list[str]:
+    """What the cells alone do not say: why a policy did not run, and whose memory has no bound."""
+    lines = [
+        f"{e['policy']} at {e['budget']} keys: cannot run ({e['reason']})" for e in table if e.get("reason")
+    ]
+    unbounded = [p for p in policies_of(table) if p != "full" and not is_bounded(table, p)]
+    lines += [f"{p}: exempt from the budget, its memory grows with the text" for p in unbounded]
+    return lines
+
+
+def is_bounded(table: Sequence[Entry], policy: str) -> bool:
+    return all(e.get("bounded", True) for e in table if e["policy"] == policy)
+
+
+def _shown(table: Sequence[Entry], policy: str) -> str:
+    """A policy's name, with a star where its memory has no bound."""
+    return policy if is_bounded(table, policy) else f"{policy}*"
 
 
 def _header(table: Sequence[Entry], budget: int) -> str:
@@ -172,16 +216,23 @@ def terminal_table(table: Sequence[Entry], title: str = "KL to the dense model a
         result.add_column(_header(table, budget), justify="right", no_wrap=True)
     footer = [""]
     for budget in budgets:
-        held = {e["bytes_accounted"] for e in table if e["budget"] == budget and "bytes_accounted" in e}
+        held = {
+            e["bytes_accounted"]
+            for e in table
+            if e["budget"] == budget and "bytes_accounted" in e and e.get("bounded", True)
+        }
         footer.append(
             " - ".join(f"{b / 2**20:.2f}" for b in sorted({min(held), max(held)})) + " MiB" if held else ""
         )
     for policy in policies_of(table):
-        cells = [Text(policy, style="bold" if is_learned(policy) else "")]
+        cells = [Text(_shown(table, policy), style="bold" if is_learned(policy) else "")]
         for budget in budgets:
             e = find(table, policy, budget)
             if e is None:
                 cells.append(Text("-"))
+                continue
+            if not ran(e):
+                cells.append(Text("cannot run", style="dim"))
                 continue
             best = best_learned(table, budget)
             style = "bold green" if e is best else "dim" if policy in ("full", "oracle") else ""
@@ -207,10 +258,11 @@ def markdown(table: Sequence[Entry]) -> str:
             for budget in budgets:
                 e = find(table, policy, budget)
                 value = None if e is None else e.get(name)
-                cell = "-" if value is None else form.format(value)
+                refused = e is not None and e.get("reason")
+                cell = "cannot run" if refused else "-" if value is None else form.format(value)
                 best = best_learned(table, budget)
                 cells.append(f"**{cell}**" if e is not None and e is best else cell)
-            lines.append(f"| {policy} | " + " | ".join(cells) + " |")
+            lines.append(f"| {_shown(table, policy)} | " + " | ".join(cells) + " |")
         parts.append("\n".join(lines))
     summary = summary_lines(table)
     if summary:
@@ -218,6 +270,8 @@ def markdown(table: Sequence[Entry]) -> str:
             "### Best learned policy and next best rule (KL, 95 % paired t interval over rows)\n\n"
             + "\n".join(f"- {line}" for line in summary)
         )
+    if said := notes(table):
+        parts.append("### Notes\n\n" + "\n".join(f"- {line}" for line in said))
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpop_lightning.baselines import get
 from kvpop_lightning.config.schema import (
     BudgetConfig,
     Config,
@@ -24,7 +25,7 @@ T = 48
 RULES = [
     kind
     for kind in scorer_types()
-    if build_scorer(kind, num_heads=1, head_dim=2, hidden_size=2, window=1).stepwise
+    if build_scorer(kind, num_heads=1, head_dim=2, hidden_size=2, window=1).stepwise and not get(kind).trained
 ]
 
 
@@ -77,3 +78,36 @@ def test_every_rule_is_in_the_table(tmp_path, equal_bytes: bool) -> None:
             assert entry["sink"] + entry["window"] + entry["topk"] == 20
     distinct = {round(table[name]["kl"], 9) for name in config.eval.policies}
     assert len(distinct) == len(table) - 1, "two rules gave the same result"
+
+
+def test_a_policy_that_cannot_run_says_so(tmp_path) -> None:
+    """Its cell has the reason, the others have their figures, Quest is marked as unbounded."""
+    names = ["full", "expected_attention", "quest", "streaming_llm", "streaming_llm_rotated"]
+    config = Config(
+        model=ModelConfig(source="tiny-llama"),
+        data=DataConfig(row_length=T),
+        policy=PolicyConfig(budget=BudgetConfig(sink=2, window=6, topk=12)),
+        eval=EvalConfig(policies=names, budgets=[20], reference_length=T, rows=2),
+        run_dir=str(tmp_path),
+    )
+    data = SimpleNamespace(eval_rows=rows(), fingerprint="x")
+    model = tiny_model("llama", kv_heads=2, group=3)
+    result = evaluate(config, model=model, tokenizer=tiny_tokenizer(), data=data, progress=False)
+    table = {entry["policy"]: entry for entry in json.loads(result.table_path.read_text())}
+    assert list(table) == names
+    refused, quest = table["expected_attention"], table["quest"]
+    assert refused["kl"] is None
+    assert "cannot pay" in refused["reason"]
+    assert refused["rows"] == []
+    assert quest["bounded"] is False
+    assert quest["bytes_held"] > table["full"]["bytes_held"], "all keys and the bounds of the pages"
+    assert 0 < quest["retained_mass"] < 1
+    assert table["streaming_llm"]["kl"] != table["streaming_llm_rotated"]["kl"]
+    page = result.markdown_path.read_text()
+    assert "| expected_attention | cannot run |" in page
+    assert "expected_attention at 20 keys: cannot run (" in page
+    assert "quest*" in page
+    assert all(path.is_file() for path in result.figures)
+    again = evaluate(config, model=model, tokenizer=tiny_tokenizer(), data=data, progress=False)
+    assert again.computed == 0
+    assert again.table == result.table

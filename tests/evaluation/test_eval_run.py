@@ -239,7 +239,6 @@ def test_the_models_own_policy_comes_back(config, base):
         ({"policies": ["random", "kvpop_linear"]}, "kvpop_linear is not trained yet.*kvpop train"),
         ({"policies": ["randm"]}, "eval.policies.*randm.*did you mean random"),
         ({"budgets": [10]}, "eval.budgets: 10 keys.*use 11 or more"),
-        ({"policies": ["kvpop_mlstm"], "budgets": [11]}, "kvpop_mlstm at 11 keys.*raise budget.topk"),
     ],
 )
 def test_mistakes_get_one_clear_line(config, base, change, message):

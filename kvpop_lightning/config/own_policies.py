@@ -1,0 +1,33 @@
+"""Policies of the user's own, from a Python file named by `policy.module`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from kvpop_lightning.errors import UserError
+
+
+def import_policies(path: str) -> None:
+    """Runs the file, which registers its scorers and policies; a second call does nothing.
+
+    Raises:
+        UserError: no such file, or an error inside it.
+    """
+    file = Path(path)
+    name = f"kvpop_own_{file.stem}"
+    if name in sys.modules:
+        return
+    if not file.is_file():
+        raise UserError(f"policy.module={path}: no such file; name a Python file that registers a policy")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"policy.module={path}: not a Python file, its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"policy.module={path}: {type(error).__name__}: {error}") from error
