@@ -1,0 +1,215 @@
+"""The engine: requests wait, take a free slot, generate side by side, leave; none waits for another's end."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.generation.runners import Runner, make_runner
+from kvpop_lightning.generation.sampling import Sampling, choose
+from kvpop_lightning.generation.text import TextStream
+
+
+@dataclass
+class Completion:
+    """One continuation of one prompt, growing until `finish` says why it ended."""
+
+    request: int
+    sample: int
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    """`end` (the model's end token), `stop` (a stop string), `length`, `positions`, `cancelled`."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step added to a continuation: text may be empty, `completion.finish` set at the last one."""
+
+    completion: Completion
+    text: str
+
+
+@dataclass
+class _Waiting:
+    request: int
+    tokens: list[int]
+    settings: Sampling
+    sample: int = 0
+    read: tuple[Any, Tensor] | None = None
+
+
+@dataclass
+class _Running:
+    completion: Completion
+    settings: Sampling
+    numbers: random.Random
+    logits: Tensor
+    text: TextStream | None
+
+
+class Engine:
+    """Continuations of many prompts on one model (issue: continuous slots).
+
+    Args:
+        model: retrofitted (its policy's cache) or plain (every key is kept), in evaluation mode.
+        tokenizer: for prompts given as text, for text and stop strings; None = tokens only.
+        slots: continuations at a time.
+        chunk: prompt tokens a forward call.
+        backend: see `make_runner`.
+        beyond_positions: read and generate past the model's trained positions (else a prompt that fills
+            them is refused, and a continuation ends at them with `finish="positions"`).
+
+    The tokens of a request depend on its prompt, settings and seed, never on what runs beside it.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, *, slots: int = 8, chunk: int = 256, backend: str = "auto",
+        beyond_positions: bool = False, runner: Runner | None = None,
+    ) -> None:  # fmt: skip
+        for name, value in (("slots", slots), ("chunk", chunk)):
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        self.model, self.tokenizer, self.chunk = model, tokenizer, chunk
+        self.runner = runner or make_runner(model, slots, backend)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        self.positions = None if beyond_positions else positions
+        found = [getattr(model.generation_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+        flat = [token for item in found for token in (item if isinstance(item, list) else [item])]
+        self.end_tokens = {int(token) for token in flat if token is not None}
+        self._waiting: deque[_Waiting] = deque()
+        self._running: dict[int, _Running] = {}
+        self._requests = 0
+
+    def submit(self, prompt: str | Sequence[int], settings: Sampling | None = None) -> int:
+        """Puts a prompt in the queue; returns the request's number.
+
+        Raises:
+            UserError: an empty prompt, one that fills the model's positions, text or stop strings without a
+                tokenizer.
+        """
+        settings = settings or Sampling()
+        if self.tokenizer is None and (isinstance(prompt, str) or settings.stop):
+            raise UserError("prompts as text and stop strings need a tokenizer: pass Engine(model, tokenizer)")
+        if isinstance(prompt, str):
+            prompt = self.tokenizer(prompt)["input_ids"] if prompt else []
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise UserError("the prompt is empty: give at least one token")
+        if self.positions is not None and len(tokens) >= self.positions:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens, the model {self.positions} positions: shorten it, or "
+                "pass beyond_positions=True to read on past what the model was trained for"
+            )
+        number, self._requests = self._requests, self._requests + 1
+        self._waiting.append(_Waiting(number, tokens, settings))
+        return number
+
+    def cancel(self, request: int) -> None:
+        """Ends a request: what waits is forgotten, what runs frees its slots and ends as `cancelled`."""
+        self._waiting = deque(one for one in self._waiting if one.request != request)
+        for slot, one in list(self._running.items()):
+            if one.completion.request == request:
+                one.completion.finish = "cancelled"
+                del self._running[slot]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def step(self) -> list[Piece]:
+        """Fills free slots, then one token for each running continuation; what they got, by slot."""
+        self._fill()
+        slots = sorted(self._running)
+        if not slots:
+            return []
+        import torch
+
+        running = [self._running[slot] for slot in slots]
+        drawn = [one.numbers.random() if one.settings.temperature else 0.0 for one in running]
+        chosen = choose(torch.stack([one.logits for one in running]), [one.settings for one in running], drawn)
+        pieces, going = [], {}
+        for slot, one, token in zip(slots, running, chosen, strict=True):
+            pieces.append(Piece(one.completion, self._accept(one, token)))
+            if one.completion.finish is None:
+                going[slot] = token
+            else:
+                del self._running[slot]
+        if going:
+            for slot, logits in self.runner.step(going).items():
+                self._running[slot].logits = logits
+        return pieces
+
+    def _accept(self, one: _Running, token: int) -> str:
+        """Takes the token into the continuation and decides whether that ends; returns the new text."""
+        done, settings = one.completion, one.settings
+        text = ""
+        if token in self.end_tokens and not settings.ignore_eos:
+            done.finish = "end"
+        else:
+            done.tokens.append(token)
+            text = one.text.push(token) if one.text is not None else ""
+            if one.text is not None and one.text.stopped:
+                done.finish = "stop"
+            elif len(done.tokens) >= settings.max_new_tokens:
+                done.finish = "length"
+            elif self.positions is not None and done.prompt_tokens + len(done.tokens) >= self.positions:
+                done.finish = "positions"
+        if done.finish is not None and one.text is not None:
+            text += one.text.rest()
+            if one.text.stopped and done.finish in ("end", "length", "positions"):
+                done.finish = "stop"
+        done.text += text
+        return text
+
+    def _fill(self) -> None:
+        free = [slot for slot in range(self.runner.slots) if slot not in self._running]
+        while free and self._waiting:
+            first = self._waiting[0]
+            if first.read is None:
+                first.read = self.runner.read(first.tokens, self.chunk)
+            slot = free.pop(0)
+            self.runner.put(slot, first.read[0])
+            done = Completion(first.request, first.sample, len(first.tokens))
+            text = None if self.tokenizer is None else TextStream(self.tokenizer, first.settings.stop)
+            numbers = first.settings.numbers(first.sample)
+            self._running[slot] = _Running(done, first.settings, numbers, first.read[1], text)
+            first.sample += 1
+            if first.sample == first.settings.samples:
+                self._waiting.popleft()
+
+    def stream(self, prompt: str | Sequence[int], settings: Sampling | None = None) -> Iterator[Piece]:
+        """The pieces of one request as they come; leaving the loop early cancels it."""
+        number = self.submit(prompt, settings)
+        left = (settings or Sampling()).samples
+        try:
+            while left:
+                for piece in self.step():
+                    if piece.completion.request == number:
+                        left -= piece.completion.finish is not None
+                        yield piece
+        finally:
+            self.cancel(number)
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], settings: Sampling | Sequence[Sampling] | None = None,
+        on_piece: Callable[[Piece], None] | None = None,
+    ) -> list[list[Completion]]:  # fmt: skip
+        """All continuations of all prompts, in the prompts' order whatever the order they end in."""
+        each = list(settings) if isinstance(settings, Sequence) else [settings or Sampling()] * len(prompts)
+        numbers = [self.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        found: dict[int, dict[int, Completion]] = {number: {} for number in numbers}
+        while self.busy:
+            for piece in self.step():
+                if piece.completion.request in found:
+                    found[piece.completion.request][piece.completion.sample] = piece.completion
+                if on_piece is not None:
+                    on_piece(piece)
+        return [[found[number][sample] for sample in sorted(found[number])] for number in numbers]

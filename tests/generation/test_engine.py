@@ -1,0 +1,151 @@
+"""The engine on the CPU: slots, seeds, stops, faults; and the order of requests changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpop_lightning import BoundedCache, retrofit
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.generation import Engine, Sampling
+from kvpop_lightning.generation.runners import check_fits
+from kvpop_lightning.generation.sampling import choose
+from kvpop_lightning.generation.text import TextStream
+from kvpop_lightning.models.tiny import tiny_model, tiny_tokenizer
+from kvpop_lightning.policy import Budget
+
+PROMPTS = [list(range(5, 5 + n)) for n in (3, 40, 17, 25)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return retrofit(tiny_model("qwen3", max_position_embeddings=128), Budget(2, 8, 10), scorer="mlp")
+
+
+def tokens(found) -> list[list[int]]:
+    return [one.tokens for row in found for one in row]
+
+
+def test_greedy_equals_a_plain_loop(model) -> None:
+    cache, ids, loop = BoundedCache(model), torch.tensor([PROMPTS[1]]), []
+    with torch.no_grad():
+        for _ in range(12):
+            ids = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            loop.append(int(ids))
+    settings = Sampling(max_new_tokens=12, ignore_eos=True)
+    assert tokens(Engine(model, chunk=7).generate([PROMPTS[1]], settings)) == [loop]
+
+
+def test_neither_order_nor_slots_change_a_request(model) -> None:
+    settings = [
+        Sampling(max_new_tokens=5 + n, temperature=0.9 * (n % 2), top_p=0.9, seed=n, ignore_eos=True) for n in range(4)
+    ]
+    alone = [tokens(Engine(model).generate([p], [s]))[0] for p, s in zip(PROMPTS, settings, strict=True)]
+    for slots in (1, 2, 4):
+        assert tokens(Engine(model, slots=slots).generate(PROMPTS, settings)) == alone
+    back = Engine(model, slots=3).generate(PROMPTS[::-1], settings[::-1])
+    assert tokens(back)[::-1] == alone
+    assert alone[1] != tokens(Engine(model).generate([PROMPTS[1]], [Sampling(6, 0.9, top_p=0.9, seed=7)]))[0]
+
+
+def test_samples_read_the_prompt_once(model) -> None:
+    engine = Engine(model, slots=2)
+    reads = []
+    read = engine.runner.read
+    engine.runner.read = lambda *given: reads.append(1) or read(*given)  # type: ignore[method-assign]
+    settings = Sampling(max_new_tokens=8, temperature=1.0, samples=3, seed=1, ignore_eos=True)
+    found = tokens(engine.generate([PROMPTS[2]], settings))
+    assert len(reads) == 1
+    assert len(found) == 3
+    assert len({tuple(one) for one in found}) == 3
+    assert tokens(Engine(model, slots=3).generate([PROMPTS[2]], settings)) == found
+
+
+def test_stop_strings_end_the_text_before_them() -> None:
+    stream, tokenizer = TextStream(tiny_tokenizer(), ("END", "N!")), tiny_tokenizer()
+    given = []
+    for token in tokenizer("one EN two END three")["input_ids"]:
+        given.append(stream.push(token))
+        if stream.stopped:
+            break
+    assert "".join(given) + stream.rest() == "one EN two "
+    assert "E" not in "".join(given[:5])  # held back until it cannot begin "END" any more
+
+
+def test_engine_stops_at_a_stop_string(model) -> None:
+    whole = Engine(model, tiny_tokenizer()).generate(["ab"], Sampling(max_new_tokens=20, ignore_eos=True))[0][0]
+    printable = [c for c in whole.text if c.isascii()]
+    stop = printable[len(printable) // 2]
+    cut = Engine(model, tiny_tokenizer()).generate(["ab"], Sampling(20, stop=(stop,), ignore_eos=True))[0][0]
+    assert cut.finish == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_cancelled_requests_leave_no_trace(model) -> None:
+    engine = Engine(model, slots=1)
+    settings = Sampling(max_new_tokens=6, ignore_eos=True)
+    first, second = engine.submit(PROMPTS[0], settings), engine.submit(PROMPTS[1], settings)
+    piece = engine.step()[0]
+    engine.cancel(first)
+    assert piece.completion.finish == "cancelled"
+    got = None
+    while engine.busy:
+        for piece in engine.step():
+            assert piece.completion.request == second
+            got = piece.completion
+    assert got is not None
+    assert [got.tokens] == tokens(Engine(model).generate([PROMPTS[1]], settings))
+    stream = engine.stream(PROMPTS[0], settings)
+    next(stream)
+    stream.close()
+    assert not engine.busy
+
+
+def test_positions(model) -> None:
+    with pytest.raises(UserError, match="128 positions"):
+        Engine(model).submit([5] * 128)
+    done = Engine(model).generate([[5] * 120], Sampling(max_new_tokens=50, ignore_eos=True))[0][0]
+    assert (done.finish, len(done.tokens)) == ("positions", 8)
+    engine = Engine(model, beyond_positions=True)
+    done = engine.generate([[5] * 130], Sampling(max_new_tokens=4, ignore_eos=True))[0][0]
+    assert done.finish == "length"
+
+
+@pytest.mark.parametrize("policy", ["tova", "streaming_llm", None])
+def test_baselines_and_the_full_cache_run_on_it(policy: str | None) -> None:
+    base = tiny_model("llama")
+    if policy:
+        base = retrofit(base, Budget(2, 8, 10), policy=policy)
+    settings = Sampling(max_new_tokens=6, ignore_eos=True)
+    found = tokens(Engine(base, slots=2).generate(PROMPTS[:3], settings))
+    assert [len(one) for one in found] == [6, 6, 6]
+    assert found[1:2] == tokens(Engine(base).generate(PROMPTS[1:2], settings))
+
+
+def test_refusals(model) -> None:
+    engine = Engine(model)
+    for prompt, match in (([], "empty"), ("text", "tokenizer")):
+        with pytest.raises(UserError, match=match):
+            engine.submit(prompt)
+    with pytest.raises(UserError, match="CUDA"):
+        Engine(model, backend="graph")
+    with pytest.raises(UserError, match="at most 2 do"):
+        check_fits(4, 1000, 3500)
+    for wrong in ({"top_p": 0.0}, {"min_p": 2.0}, {"temperature": -1.0}, {"max_new_tokens": 0}, {"stop": "x"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Sampling(**wrong)
+
+
+def test_choice_of_tokens() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
+
+    def drawn(**settings: float) -> list[int]:
+        one = Sampling(temperature=1.0, **settings)  # type: ignore[arg-type]
+        return [choose(logits, [one], [u])[0] for u in (0.0, 0.39, 0.41, 0.69, 0.71, 0.89, 0.91, 0.999)]
+
+    assert drawn() == [1, 1, 2, 2, 3, 3, 0, 0]
+    assert set(drawn(top_k=2)) == {1, 2}
+    assert set(drawn(top_p=0.65)) == {1, 2}
+    assert set(drawn(min_p=0.45)) == {1, 2, 3}
+    assert set(drawn(top_p=0.1)) == {1}
+    assert choose(logits.expand(2, 4), [Sampling(), Sampling(temperature=1.0)], [0.99, 0.99]) == [1, 0]
