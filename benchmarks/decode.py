@@ -142,7 +142,9 @@ def logits_difference(family: str, rows: int, scorer: str, steps: int = 60) -> d
         decoder.token.copy_(token)
         graph.replay()
         for row in range(rows):
-            logits = model(token[row : row + 1, None], past_key_values=caches[row], use_cache=True).logits[0, -1]
+            logits = model(token[row : row + 1, None], past_key_values=caches[row], use_cache=True).logits[
+                0, -1
+            ]
             worst = max(worst, float((logits - decoder.logits[row]).abs().max()))
             largest = max(largest, float(logits.abs().max()))
     return {"worst": worst, "largest_logit": largest}
@@ -201,7 +203,9 @@ def tune(model: Any) -> dict[str, Any]:
     return found
 
 
-def measure(model: Any, policy: Any, budget: Budget, rows: int, lengths: Any, options: Options, steps: int = 60) -> Any:
+def measure(
+    model: Any, policy: Any, budget: Budget, rows: int, lengths: Any, options: Options, steps: int = 60
+) -> Any:
     """Latency by length, with the peak memory of those steps."""
     state = filled_state(budget, rows, lengths[0], policy)
     decoder = FusedDecoder(model, state, policy, options=options)
@@ -222,7 +226,11 @@ def measure(model: Any, policy: Any, budget: Budget, rows: int, lengths: Any, op
 def main() -> None:
     out = Path(sys.argv[1])
     wanted = set(sys.argv[2:]) or {"check", "tune", "time", "dense"}
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "budget": str(BUDGET)}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "budget": str(BUDGET),
+    }
     started = time.time()
 
     def section(name: str, work: Any) -> Any:
@@ -231,7 +239,10 @@ def main() -> None:
         except Exception:
             report[name] = {"error": traceback.format_exc()[-900:]}
         shown = json.dumps(report[name])
-        print(f"[{time.time() - started:.0f} s] {name}: {shown[-250:] if 'error' in shown else shown[:900]}", flush=True)
+        print(
+            f"[{time.time() - started:.0f} s] {name}: {shown[-250:] if 'error' in shown else shown[:900]}",
+            flush=True,
+        )
         out.write_text(json.dumps(report, indent=1))
         torch.cuda.empty_cache()
         return report[name]
@@ -255,23 +266,39 @@ def main() -> None:
         best = (1e9, {})
         for launch in ({}, {"splits": 16}, {"splits": 32}, {"splits": 64, "block": 64}, {"splits": 32, "block": 128},
                        {"splits": 32, "pdl": True}):  # fmt: skip
-            got = section(f"b1 {launch}", lambda l=launch: measure(model, policy, BUDGET, 1, short, variant(**l)))
+            got = section(
+                f"b1 {launch}", lambda l=launch: measure(model, policy, BUDGET, 1, short, variant(**l))
+            )
             if isinstance(got, list) and got[0]["median_ms"] < best[0]:
                 best = (got[0]["median_ms"], launch)
         section("kvpop_mlp b1", lambda: measure(model, policy, BUDGET, 1, LENGTHS, variant(**best[1]), 200))
         section("kvpop_mlp b8", lambda: measure(model, policy, BUDGET, 8, LENGTHS, variant()))
-        for launch in ({"splits": 1}, {"splits": 2}, {"splits": 1, "block": 128}, {"splits": 2, "attend_warps": 8, "block": 128}):
-            section(f"b64 {launch}", lambda l=launch: measure(model, policy, BUDGET, 64, short, variant(**l), 20))
+        for launch in (
+            {"splits": 1},
+            {"splits": 2},
+            {"splits": 1, "block": 128},
+            {"splits": 2, "attend_warps": 8, "block": 128},
+        ):
+            section(
+                f"b64 {launch}", lambda l=launch: measure(model, policy, BUDGET, 64, short, variant(**l), 20)
+            )
         retrofit(model, BUDGET, scorer="mlstm", match_bytes=True)
-        section("kvpop_mlstm b1", lambda: measure(model, model.kvpop, model.kvpop.budget, 1, LENGTHS, variant(**best[1])))
+        section(
+            "kvpop_mlstm b1",
+            lambda: measure(model, model.kvpop, model.kvpop.budget, 1, LENGTHS, variant(**best[1])),
+        )
         retrofit(model, BUDGET, policy="streaming_llm")
-        section("streaming_llm b1", lambda: measure(model, model.kvpop, BUDGET, 1, LENGTHS, variant(**best[1])))
+        section(
+            "streaming_llm b1", lambda: measure(model, model.kvpop, BUDGET, 1, LENGTHS, variant(**best[1]))
+        )
     if "dense" in wanted:
         for length in LENGTHS:
             full = Budget(0, length + 512, 1)
             section(
                 f"full b1 {length}",
-                lambda full=full, length=length: measure(model, None, full, 1, (length,), Options(tiles=tiles)),
+                lambda full=full, length=length: measure(
+                    model, None, full, 1, (length,), Options(tiles=tiles)
+                ),
             )
 
 

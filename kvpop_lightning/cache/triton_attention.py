@@ -61,7 +61,10 @@ def _merge(out, part_out, part_max, part_sum, first, GROUP: tl.constexpr, GROUP_
         total = tl.load(part_sum + at, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
         w = tl.exp(m - tl.max(m, axis=0))
         acc = tl.load(
-            part_out + at[:, None] * D + d[None, :], mask=(s < SPLITS)[:, None], other=0.0, cache_modifier=".cg"
+            part_out + at[:, None] * D + d[None, :],
+            mask=(s < SPLITS)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
         )
         merged = tl.sum(acc * w[:, None], axis=0) / tl.sum(total * w, axis=0)
         tl.store(out + g * D + d, merged.to(out.dtype.element_ty))
@@ -105,13 +108,22 @@ def attend_kernel(
     # The new token itself, in the split that owns its slot.
     owner = (slot >= low) & (slot < high)
     k1, k2 = rotated_half_pair(
-        qkv + row * width + (GROUP * HEADS + head) * D, k_norm, cos + row * D, sin + row * D, eps, D, DH, HAS_NORM
+        qkv + row * width + (GROUP * HEADS + head) * D,
+        k_norm,
+        cos + row * D,
+        sin + row * D,
+        eps,
+        D,
+        DH,
+        HAS_NORM,
     )
     new_value = tl.load(qkv + row * width + ((GROUP + 1) * HEADS + head) * D + d)
     tl.store(keys + slot * D + dh, k1, mask=owner & (dh < DH))
     tl.store(keys + slot * D + DH + dh, k2, mask=owner & (dh < DH))
     tl.store(values + slot * D + d, new_value, mask=owner & (d < D))
-    own = tl.sum(q1.to(work) * k1.to(work)[None, :], axis=1) + tl.sum(q2.to(work) * k2.to(work)[None, :], axis=1)
+    own = tl.sum(q1.to(work) * k1.to(work)[None, :], axis=1) + tl.sum(
+        q2.to(work) * k2.to(work)[None, :], axis=1
+    )
     top = tl.where(owner, own * scale, float("-inf"))
     total = tl.where(owner, 1.0, 0.0) + tl.zeros([GROUP_P], work)
     acc = tl.zeros([GROUP_P, D], work) + tl.where(owner, new_value.to(work), 0.0)[None, :]

@@ -25,7 +25,9 @@ def project(x, mean, std, weight, lh, ACC, D: tl.constexpr, COLS: tl.constexpr, 
     c = tl.arange(0, COLS_P)
     for start in tl.static_range(0, D, CHUNK):
         d = start + tl.arange(0, CHUNK)
-        w = tl.load(weight + lh * (D * COLS) + d[:, None] * COLS + c[None, :], mask=(c < COLS)[None, :], other=0.0)
+        w = tl.load(
+            weight + lh * (D * COLS) + d[:, None] * COLS + c[None, :], mask=(c < COLS)[None, :], other=0.0
+        )
         scale = 1.0 / tl.load(std + lh * D + d)
         shift = -tl.load(mean + lh * D + d) * scale
         z = tl.load(x + d).to(w.dtype) * scale + shift
@@ -168,5 +170,7 @@ def evict_kernel(
             c2 = tl.arange(0, COLS_2P)
             acc2 = tl.load(bias_2 + lh * COLS_2 + c2, mask=c2 < COLS_2, other=0.0)
             acc2 = project(keys + slot * D, key_mean, key_std, key_weight_2, lh, acc2, D, COLS_2, COLS_2P)
-            acc2 = project(values + slot * D, value_mean, value_std, value_weight_2, lh, acc2, D, COLS_2, COLS_2P)
+            acc2 = project(
+                values + slot * D, value_mean, value_std, value_weight_2, lh, acc2, D, COLS_2, COLS_2P
+            )
             tl.store(read_share + cell * COLS_2 + c2, acc2, mask=c2 < COLS_2)

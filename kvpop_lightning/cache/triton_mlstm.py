@@ -70,7 +70,14 @@ def mlstm_kernel(
     d = tl.arange(0, DH)
     width: tl.constexpr = (GROUP + 2) * HEADS * D
     k1, k2 = rotated_half_pair(
-        qkv + row * width + (GROUP * HEADS + head) * D, k_norm, cos + row * D, sin + row * D, eps, D, DH, HAS_NORM
+        qkv + row * width + (GROUP * HEADS + head) * D,
+        k_norm,
+        cos + row * D,
+        sin + row * D,
+        eps,
+        D,
+        DH,
+        HAS_NORM,
     )
     v = qkv + row * width + ((GROUP + 1) * HEADS + head) * D
     k1 = _standardized(k1, key_mean, key_std, lh * D + d)

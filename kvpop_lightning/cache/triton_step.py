@@ -18,7 +18,12 @@ from kvpop_lightning.cache.triton_attention import attend_kernel
 from kvpop_lightning.cache.triton_mlstm import mlstm_kernel
 from kvpop_lightning.policy.scorers import stack_scorers
 
-KINDS = {"streaming_llm": evict.CONSTANT.value, "linear": evict.LINEAR.value, "mlp": evict.MLP.value, "key_norm": evict.KEY_NORM.value}
+KINDS = {
+    "streaming_llm": evict.CONSTANT.value,
+    "linear": evict.LINEAR.value,
+    "mlp": evict.MLP.value,
+    "key_norm": evict.KEY_NORM.value,
+}
 KINDS |= {"random": evict.RANDOM.value}
 
 
@@ -104,7 +109,9 @@ class StepKernels:
 
     def _weights(self, device: torch.device) -> None:
         scorer = self.policy.layer_scorer(0)
-        stacked = {n.removeprefix("projection."): x.detach() for n, x in stack_scorers(self.policy.scorers).items()}
+        stacked = {
+            n.removeprefix("projection."): x.detach() for n, x in stack_scorers(self.policy.scorers).items()
+        }
         self.log_decay = self.policy.decay.detach().to(device).log().reshape(-1).contiguous()
         self.delay, self.columns, self.columns_2 = 0, 1, 1
         dummy = torch.zeros(1, device=device)

@@ -81,7 +81,10 @@ class Engine:
         self.runner = runner or make_runner(model, slots, backend)
         positions = getattr(model.config, "max_position_embeddings", None)
         self.positions = None if beyond_positions else positions
-        found = [getattr(model.generation_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+        found = [
+            getattr(model.generation_config, "eos_token_id", None),
+            getattr(tokenizer, "eos_token_id", None),
+        ]
         flat = [token for item in found for token in (item if isinstance(item, list) else [item])]
         self.end_tokens = {int(token) for token in flat if token is not None}
         self._waiting: deque[_Waiting] = deque()
@@ -97,7 +100,9 @@ class Engine:
         """
         settings = settings or Sampling()
         if self.tokenizer is None and (isinstance(prompt, str) or settings.stop):
-            raise UserError("prompts as text and stop strings need a tokenizer: pass Engine(model, tokenizer)")
+            raise UserError(
+                "prompts as text and stop strings need a tokenizer: pass Engine(model, tokenizer)"
+            )
         if isinstance(prompt, str):
             prompt = self.tokenizer(prompt)["input_ids"] if prompt else []
         tokens = [int(token) for token in prompt]
@@ -134,7 +139,9 @@ class Engine:
 
         running = [self._running[slot] for slot in slots]
         drawn = [one.numbers.random() if one.settings.temperature else 0.0 for one in running]
-        chosen = choose(torch.stack([one.logits for one in running]), [one.settings for one in running], drawn)
+        chosen = choose(
+            torch.stack([one.logits for one in running]), [one.settings for one in running], drawn
+        )
         pieces, going = [], {}
         for slot, one, token in zip(slots, running, chosen, strict=True):
             pieces.append(Piece(one.completion, self._accept(one, token)))

@@ -32,7 +32,8 @@ def fused_refusal(model: Any) -> str | None:
     rope = getattr(decoder_of(model).rotary_emb, "rope_type", "default")
     if "dynamic" in rope or rope == "longrope":
         return f"rope_type={rope} changes with the length"
-    for layer in decoder_of(model).layers:
+    decoder: Any = decoder_of(model)
+    for layer in decoder.layers:
         parts = [getattr(layer.self_attn, f"{x}_proj") for x in "qkvo"]
         parts += [getattr(layer.mlp, f"{x}_proj") for x in ("gate", "up", "down")]
         if any(type(part) is not torch.nn.Linear or part.bias is not None for part in parts):
@@ -102,8 +103,12 @@ class FusedDecoder:
         if refusal:
             raise ValueError(f"no fused step: {refusal}")
         self.options = options or Options()
-        decoder = decoder_of(model)
-        self.state, self.rotary, self.embedding = state, decoder.rotary_emb, decoder.embed_tokens.weight.detach()
+        decoder: Any = decoder_of(model)
+        self.state, self.rotary, self.embedding = (
+            state,
+            decoder.rotary_emb,
+            decoder.embed_tokens.weight.detach(),
+        )
         self.head, self.final_norm = model.lm_head.weight.detach(), decoder.norm.weight.detach()
         self.eps = float(model.config.rms_norm_eps)
         self.layers = [self._layer(layer) for layer in decoder.layers]

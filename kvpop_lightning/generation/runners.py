@@ -126,7 +126,9 @@ def check_fits(slots: int, slot_bytes: int, free_bytes: int) -> None:
     fitting = free_bytes // max(slot_bytes, 1) - 1
     if slots > fitting:
         have = f"{slot_bytes / 2**20:.0f} MiB a slot, {free_bytes / 2**20:.0f} MiB free"
-        raise UserError(f"slots={slots} do not fit ({have}): at most {max(fitting, 0)} do; lower slots or the budget")
+        raise UserError(
+            f"slots={slots} do not fit ({have}): at most {max(fitting, 0)} do; lower slots or the budget"
+        )
 
 
 def make_runner(model: Any, slots: int, backend: str = "auto") -> Runner:

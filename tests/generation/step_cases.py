@@ -54,7 +54,11 @@ def compare_steps(
         state.waiting = state.waiting.double()
     scale = dim**-0.5
     kernels = StepKernels(
-        state, policy, query_heads=heads * group, scaling=scale, launch=Launch(splits=splits, block=block, scan=16)
+        state,
+        policy,
+        query_heads=heads * group,
+        scaling=scale,
+        launch=Launch(splits=splits, block=block, scan=16),
     )
 
     def draw(count: int, tokens: int) -> torch.Tensor:
@@ -92,11 +96,15 @@ def compare_steps(
             for row, (q, k, v) in enumerate(tokens):
                 caches[row].update(k[layer], v[layer], layer)
                 plain = caches[row].attend(layer, q[layer], k[layer], v[layer], None, scale).reshape(-1)
-                worst = max(worst, float((plain - out[row]).abs().max()) if not out[row].isnan().any() else 9e9)
+                worst = max(
+                    worst, float((plain - out[row]).abs().max()) if not out[row].isnan().any() else 9e9
+                )
         kernels.advance()
         if step % check_every == 0:
             for row, cache in enumerate(caches):
-                left = min(max(cache.tokens_seen - policy.budget.window - policy.budget.sink, 0), policy.budget.topk)
+                left = min(
+                    max(cache.tokens_seen - policy.budget.window - policy.budget.sink, 0), policy.budget.topk
+                )
                 same = all(
                     torch.equal(
                         state.position[i, row, :, :left].long(), cache.layers[i].position[0, :, :left]

@@ -38,7 +38,8 @@ def test_greedy_equals_a_plain_loop(model) -> None:
 
 def test_neither_order_nor_slots_change_a_request(model) -> None:
     settings = [
-        Sampling(max_new_tokens=5 + n, temperature=0.9 * (n % 2), top_p=0.9, seed=n, ignore_eos=True) for n in range(4)
+        Sampling(max_new_tokens=5 + n, temperature=0.9 * (n % 2), top_p=0.9, seed=n, ignore_eos=True)
+        for n in range(4)
     ]
     alone = [tokens(Engine(model).generate([p], [s]))[0] for p, s in zip(PROMPTS, settings, strict=True)]
     for slots in (1, 2, 4):
@@ -73,7 +74,9 @@ def test_stop_strings_end_the_text_before_them() -> None:
 
 
 def test_engine_stops_at_a_stop_string(model) -> None:
-    whole = Engine(model, tiny_tokenizer()).generate(["ab"], Sampling(max_new_tokens=20, ignore_eos=True))[0][0]
+    whole = Engine(model, tiny_tokenizer()).generate(["ab"], Sampling(max_new_tokens=20, ignore_eos=True))[0][
+        0
+    ]
     printable = [c for c in whole.text if c.isascii()]
     stop = printable[len(printable) // 2]
     cut = Engine(model, tiny_tokenizer()).generate(["ab"], Sampling(20, stop=(stop,), ignore_eos=True))[0][0]
@@ -131,7 +134,13 @@ def test_refusals(model) -> None:
         Engine(model, backend="graph")
     with pytest.raises(UserError, match="at most 2 do"):
         check_fits(4, 1000, 3500)
-    for wrong in ({"top_p": 0.0}, {"min_p": 2.0}, {"temperature": -1.0}, {"max_new_tokens": 0}, {"stop": "x"}):
+    for wrong in (
+        {"top_p": 0.0},
+        {"min_p": 2.0},
+        {"temperature": -1.0},
+        {"max_new_tokens": 0},
+        {"stop": "x"},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(**wrong)
 
