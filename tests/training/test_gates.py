@@ -46,9 +46,9 @@ def test_dms_reaches_its_target(make_model: Any, rows: Rows, width: int) -> None
     torch.manual_seed(0)
     model = make_model("dms", Budget(0, 4, 8), gate_width=width)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    lr = 3e-4 if width == 0 else 3e-3
+    lr = 1e-3 if width == 0 else 1e-2
     module = DMSModule(
-        model, replace(DISTILL, gate=GateTrainingConfig(lr=lr, weight=3.0)), TRAINER, reduction=3.0
+        model, replace(DISTILL, gate=GateTrainingConfig(lr=lr, weight=20.0)), TRAINER, reduction=3.0
     )
     record = run(module, rows, steps=120, batch=2)
     assert record.metrics[0]["train/closed_target"] == 0.0
