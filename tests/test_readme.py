@@ -1,4 +1,4 @@
-"""Every command and example of README.md runs (PEERS.md item 14): each block there is executed here."""
+"""Every command and example of README.md runs: each block there is executed here."""
 
 from __future__ import annotations
 

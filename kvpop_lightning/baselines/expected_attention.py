@@ -1,4 +1,4 @@
-"""Expected Attention: keys that coming queries should attend stay (Devoto et al., 2025; PEERS.md)."""
+"""Expected Attention: keys that coming queries should attend stay (Devoto et al., 2025)."""
 
 from __future__ import annotations
 

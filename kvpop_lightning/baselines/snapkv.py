@@ -27,7 +27,7 @@ class SnapKV(StepwiseRule):
         observed: queries whose attention counts.
         pool: width of the average pooling over positions, odd.
         decode: `tova_head` or `h2o`.
-    """
+    """  # noqa: E501
 
     kind = "snapkv"
 

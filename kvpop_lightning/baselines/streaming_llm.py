@@ -1,4 +1,4 @@
-"""StreamingLLM: sinks and the most recent tokens, at their true positions (Xiao et al., 2023; PEERS.md)."""
+"""StreamingLLM: sinks and the most recent tokens, at their true positions (Xiao et al., 2023)."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class BoundedCache(Cache):
     @property
     def keys_held(self) -> int:
         """Most keys that a KV head holds: `min(tokens_seen, budget.total)`, where heads hold equally many."""
-        if self._seen is not None and not self.layers[0].holds_budget:
+        if self._seen is not None and not getattr(self.layers[0], "holds_budget", True):
             return int(self.keys_per_head().max())
         return min(self.tokens_seen, self.budget.total)
 

@@ -4,7 +4,7 @@ At step i the token t = i - w leaves the window ring of every layer and KV head.
 score depends on nothing that the step itself computes, so one launch scores it, finds the lowest resident and
 moves it, `layers x rows x heads` programs side by side. A delayed mLSTM needs token i absorbed first: here its
 query, its share of the head and the lowest resident are made ready, `triton_mlstm` does the rest per layer.
-"""
+"""  # noqa: E501
 
 # mypy: disable-error-code="no-untyped-def, misc"
 
@@ -126,7 +126,7 @@ def evict_kernel(
     if token >= 0:
         x = keys + (seen % WINDOW) * D
         y = values + (seen % WINDOW) * D
-        if KIND == LINEAR or KIND == MLP:
+        if KIND == LINEAR or KIND == MLP:  # noqa: SIM109
             c = tl.arange(0, COLS_P)
             inside = c < COLS
             acc = tl.load(bias + lh * COLS + c, mask=inside, other=0.0)
@@ -159,7 +159,7 @@ def evict_kernel(
         else:
             newcomer = static_priority(score, token, tl.load(log_decay + lh), DECAY_STEP)
             settle(keys, values, priority, position, seen, newcomer, lowest, victim, WINDOW, SINK, TOPK, D)
-    if KIND == WAITING or KIND == DELAYED:
+    if KIND == WAITING or KIND == DELAYED:  # noqa: SIM102, SIM109
         if seen >= DELAY:
             slot = (seen - DELAY) % WINDOW
             c = tl.arange(0, COLS_P)

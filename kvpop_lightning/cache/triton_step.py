@@ -118,7 +118,7 @@ class StepKernels:
         names = ("key_mean", "key_std", "value_mean", "value_std", "key_weight", "value_weight", "bias")
         self.w = {name: stacked.get(name, dummy).contiguous() for name in names}
         self.w |= {n: stacked.get(n, dummy).contiguous() for n in ("output_weight", "output_bias")}
-        self.w |= {n: dummy for n in ("key_2", "value_2", "bias_2", "query", "share", "low", "low_slot")}
+        self.w |= dict.fromkeys(("key_2", "value_2", "bias_2", "query", "share", "low", "low_slot"), dummy)
         self.seed, self.scale = getattr(scorer, "seed", 0), getattr(scorer, "scale", 1.0)
         if scorer.kind != "mlstm":
             self.kind = KINDS[scorer.kind]
@@ -145,14 +145,14 @@ class StepKernels:
             return
         state, budget, w, launch = self.state, self.state.budget, self.w, self.launch
         evict.evict_kernel[(self.layers * self.rows * self.heads,)](
-            state.keys, state.values, state.priority, state.position, state.seen, state.waiting, self.log_decay,
+            state.keys, state.values, state.priority, state.position, state.seen, state.waiting, self.log_decay,  # noqa: E501
             w["key_mean"], w["key_std"], w["value_mean"], w["value_std"], w["key_weight"], w["value_weight"],
-            w["bias"], w["output_weight"], w["output_bias"], w["key_2"], w["value_2"], w["bias_2"], w["query"],
+            w["bias"], w["output_weight"], w["output_bias"], w["key_2"], w["value_2"], w["bias_2"], w["query"],  # noqa: E501
             w["share"], w["low"], w["low_slot"], self.rows, self.seed, float(self.scale),
             KIND=self.kind, DELAY=self.delay, HEADS=self.heads, WINDOW=budget.window, SINK=budget.sink,
             TOPK=budget.topk, N=self.slots, D=self.head_dim, DECAY_STEP=self.policy.decay_step,
             COLS=self.columns, COLS_P=triton.next_power_of_2(self.columns), COLS_2=self.columns_2,
-            COLS_2P=triton.next_power_of_2(self.columns_2), BLOCK=min(launch.scan, triton.next_power_of_2(budget.topk)),
+            COLS_2P=triton.next_power_of_2(self.columns_2), BLOCK=min(launch.scan, triton.next_power_of_2(budget.topk)),  # noqa: E501
             num_warps=launch.evict_warps, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -3,7 +3,7 @@
 One training serves all budgets (METHOD.md, section 7): a trained policy keeps its scorers and takes another number
 of long-range slots, lowered by what its state costs, so that all policies of one budget hold the same bytes
 (METHOD.md, section 5).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -262,7 +262,9 @@ def measured_bytes(
             active(input_ids=ids, use_cache=True, **{cache_keyword(active): bounded})
             if isinstance(rule, OwnAttention) and rule.holds_all:
                 # It grows with the text: what is allocated per slot, times the reference length.
-                slots = bounded.layers[0].keys.shape[2]
+                keys = getattr(bounded.layers[0], "keys", None)
+                assert keys is not None
+                slots = keys.shape[2]
                 held = bounded.bytes_held() * reference_length // slots
                 return {
                     "bytes_held": held,

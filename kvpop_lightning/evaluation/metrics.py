@@ -43,7 +43,7 @@ def supervised_positions(loss_mask: Tensor, document_ids: Tensor, first: int = 0
         loss_mask: [T] bool, this token is a supervised target.
         document_ids: [T] int64, -1 is padding.
         first: first position that counts, in tokens.
-    """
+    """  # noqa: E501
     same = (document_ids[1:] == document_ids[:-1]) & (document_ids[:-1] >= 0)
     keep = same & loss_mask[1:].bool()
     keep[:first] = False

@@ -67,7 +67,7 @@ def retrofit(
     Raises:
         ValueError: no budget, an unknown policy or option, settings out of range, a model that cannot be
             retrofitted (UserError). The model is unchanged then.
-    """
+    """  # noqa: E501
     modules = attention_modules(model)
     shape = shape_of(model, modules)
     device = next(model.parameters()).device

@@ -4,7 +4,7 @@ No static priority exists for them, so the rule runs one query after the other o
 bounded cache and in the parallel forward (`stepwise_parallel.py`) alike. METHOD.md, section 7: query i attends
 all held keys, its own included; if `B` are then held, one is dropped before query i + 1. The drop is carried
 out when the next token comes, which needs its slot.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means and standard deviations of the scorers' inputs, over the first training tokens (METHOD.md, section 5)."""
+"""Means and standard deviations of the scorers' inputs, over the first training tokens (METHOD.md, section 5)."""  # noqa: E501
 
 from __future__ import annotations
 

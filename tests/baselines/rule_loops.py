@@ -2,7 +2,7 @@
 METHOD.md, section 7, sharing no code with the package.
 
 `attended(name, ...)` gives, per KV head and query, the set of attended positions.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

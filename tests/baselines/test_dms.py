@@ -112,7 +112,7 @@ def test_soft_mask_is_the_loop(group: int) -> None:
             rows = []
             for b in range(2):
                 real = [t for t in range(LENGTH) if IDS[b, t] >= 0]
-                after = {t: u for t, u in zip(real, real[1:], strict=False) if IDS[b, t] == IDS[b, u]}
+                after = {t: u for t, u in zip(real, real[1:], strict=False) if IDS[b, t] == IDS[b, u]}  # noqa: RUF007
                 for n in range(heads * group):
                     h = n // group
                     for i in range(LENGTH):
