@@ -164,7 +164,10 @@ def test_common_promises_of_every_policy() -> None:
                 assert not seen[~real[:, None].expand_as(own)].any()
             if name == "full":
                 continue
-            if name != "snapkv":  # 26 tokens are all prompt to it
+            if name not in (
+                "snapkv",
+                "dms",
+            ):  # 26 tokens are all prompt; its gates bound the mean, not the count
                 assert int(seen.sum(-1).max()) <= budget.total
             if name == "quest":  # chooses anew for every query, from a cache that keeps everything
                 continue

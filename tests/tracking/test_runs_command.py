@@ -148,7 +148,7 @@ def test_send_completes_what_an_absent_server_missed(
     for module in (store, send):
         monkeypatch.setattr(module, "unreachable", lambda uri: "away")
     config = compose(["tracking.system_metrics=false", "tracking.final_wait_s=0", "run_dir=runs/a"])
-    with TrackedRun(config, name="a") as run:
+    with TrackedRun(config, name="outage") as run:
         run.log_metrics({"kl": 1.0}, step=1)
         run.set_tags({"late": "1"})
         with run.child("part") as part:
@@ -158,7 +158,7 @@ def test_send_completes_what_an_absent_server_missed(
         monkeypatch.setattr(module, "unreachable", lambda uri: None)
     assert "2 runs, 2 metric values" in said(capsys, "send")
     assert "nothing waits" in said(capsys, "send")
-    parent, child = (json.loads(said(capsys, "show", name, "--json")) for name in ("a", "a/part"[2:]))
+    parent, child = (json.loads(said(capsys, "show", name, "--json")) for name in ("outage", "part"))
     assert child["tags"]["mlflow.parentRunId"] == parent["id"]
     assert (parent["state"], parent["metrics"], parent["tags"]["late"]) == ("FINISHED", {"kl": 1.0}, "1")
     assert (child["state"], child["metrics"]) == ("FINISHED", {"kl": 2.0})
