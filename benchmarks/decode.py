@@ -1,12 +1,13 @@
 """Decoding on a GPU: correctness of the step kernels, then latency and memory against length and batch.
 
-`PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense]`; weights are random, of the shapes
-of Qwen3-4B. The generated length is set by the rows' position counters: slots full, as after that many
+`PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense]`; weights are random, of the
+shapes of Qwen3-4B. The generated length is set by the rows' position counters: slots full, as after that many
 tokens; nothing in a step depends on the length otherwise, and `steps` real steps run from there.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -82,7 +83,7 @@ def replay_times(graph: torch.cuda.CUDAGraph, steps: int, before: Any = None) ->
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    each = sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))  # noqa: RUF007
+    each = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
     return {
         "median_ms": round(statistics.median(each), 4),
         "p95_ms": round(each[int(0.95 * (len(each) - 1))], 4),
@@ -101,14 +102,16 @@ def check() -> dict[str, Any]:
         ("mlp", {"width": 16}, 1, False), ("mlp", {"width": 16}, 3, True), ("mlp", {"width": 64}, 4, False),
         ("mlstm", {"memory_dim": 8, "value_dim": 16, "width": 16}, 4, False),
         ("mlstm", {"memory_dim": 8, "value_dim": 16, "width": 16, "delay": 5}, 3, False),
-        ("streaming_llm", {}, 4, True), ("random", {}, 3, False), ("key_norm", {}, 4, False), ("linear", {}, 1, False),  # noqa: E501
+        ("streaming_llm", {}, 4, True), ("random", {}, 3, False), ("key_norm", {}, 4, False), ("linear", {},
+        1, False),
     ]  # fmt: skip
     for number, (scorer, options, group, ties) in enumerate(cases):
         decay = 1.0 if scorer == "streaming_llm" else 0.8
         policy = make_policy(scorer, budget, layers=1, heads=2, dim=32, decay=decay, **options)
         with torch.no_grad():
             found[f"{number} {scorer} G{group} ties={ties} {options.get('delay', '')}"] = compare_steps(
-                policy, rows=3, group=group, dim=32, steps=600 if number in (0, 1, 3) else 150, prompt=0 if number == 0 else 40,  # noqa: E501
+                policy, rows=3, group=group, dim=32, steps=600 if number in (0, 1, 3) else 150,
+                prompt=0 if number == 0 else 40,
                 device="cuda", ties=ties, splits=(1, 3, 0)[number % 3], block=32, check_every=10,
             )  # fmt: skip
     for family in ("llama", "qwen3", "mistral"):
@@ -150,12 +153,41 @@ def logits_difference(family: str, rows: int, scorer: str, steps: int = 60) -> d
     return {"worst": worst, "largest_logit": largest}
 
 
-def tune(model: Any) -> dict[str, Any]:
-    """Each matrix-vector product over all layers, microseconds a launch and TB/s, per tile."""
+def tile_time(name: str, weights: list[Any], norm: Any, rows: int, block: int, warps: int) -> float:
+    """Milliseconds a launch of one matrix-vector product, over the weights of all layers in turn."""
     import triton
 
     from kvpop_lightning.generation.triton_linear import gated_kernel, vector_kernel
 
+    out, width = weights[0].shape
+    x = torch.randn(1, width, device="cuda", dtype=torch.bfloat16)
+    y = torch.zeros(1, out, device="cuda", dtype=torch.float32 if name == "head" else torch.bfloat16)
+
+    def launch(w: Any) -> None:
+        if name == "gated":
+            half = w.shape[0] // 2
+            gated_kernel[(triton.cdiv(half, rows),)](
+                x, w[:half], w[half:], norm, y, 1e-6, OUT=half, IN=width, ROWS=rows, BLOCK=block,
+                PDL=False, num_warps=warps,
+            )  # fmt: skip
+        else:
+            has_norm = name in ("qkv", "head")
+            vector_kernel[(triton.cdiv(out, rows),)](
+                x, w, norm if has_norm else x, y, 1e-6, OUT=out, IN=width, ROWS=rows, BLOCK=block,
+                HAS_NORM=has_norm, RESIDUAL=name in ("output", "down"), PDL=False, num_warps=warps,
+            )  # fmt: skip
+
+    launch(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for w in weights:
+            launch(w)
+    return replay_times(graph, 10)["median_ms"] / len(weights)
+
+
+def tune(model: Any) -> dict[str, Any]:
+    """Each matrix-vector product over all layers, microseconds a launch and TB/s, per tile."""
     decoder = FusedDecoder(model, filled_state(Budget(1, 64, 1), 1, 100, None), None)
     found: dict[str, Any] = {}
     shapes = {"qkv": "qkv", "output": "output", "gated": "gate_up", "down": "down", "head": None}
@@ -163,35 +195,10 @@ def tune(model: Any) -> dict[str, Any]:
         weights = [decoder.head] if attribute is None else [getattr(x, attribute) for x in decoder.layers]
         best: dict[str, float] = {}
         for rows, block, warps in (
-            (1, 512, 1), (1, 1024, 4), (2, 512, 2), (2, 1024, 4), (4, 512, 2), (4, 512, 4), (4, 1024, 8), (8, 256, 4),  # noqa: E501
-            (8, 512, 4), (8, 512, 8), (16, 256, 4), (16, 256, 8), (2, 2048, 4),
+            (1, 512, 1), (1, 1024, 4), (2, 512, 2), (2, 1024, 4), (4, 512, 2), (4, 512, 4), (4, 1024, 8),
+            (8, 256, 4), (8, 512, 4), (8, 512, 8), (16, 256, 4), (16, 256, 8), (2, 2048, 4),
         ):  # fmt: skip
-            out, width = weights[0].shape
-            x = torch.randn(1, width, device="cuda", dtype=torch.bfloat16)
-            y = torch.zeros(1, out, device="cuda", dtype=torch.float32 if name == "head" else torch.bfloat16)
-            norm = decoder.final_norm
-
-            def launch(w: Any) -> None:
-                if name == "gated":  # noqa: B023
-                    half = w.shape[0] // 2
-                    gated_kernel[(triton.cdiv(half, rows),)](  # noqa: B023
-                        x, w[:half], w[half:], norm, y, 1e-6, OUT=half, IN=width, ROWS=rows, BLOCK=block,  # noqa: B023
-                        PDL=False, num_warps=warps,  # noqa: B023
-                    )  # fmt: skip
-                else:
-                    has_norm = name in ("qkv", "head")  # noqa: B023
-                    vector_kernel[(triton.cdiv(out, rows),)](  # noqa: B023
-                        x, w, norm if has_norm else x, y, 1e-6, OUT=out, IN=width, ROWS=rows, BLOCK=block,  # noqa: B023
-                        HAS_NORM=has_norm, RESIDUAL=name in ("output", "down"), PDL=False, num_warps=warps,  # noqa: B023
-                    )  # fmt: skip
-
-            launch(weights[0])
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for w in weights:
-                    launch(w)
-            ms = replay_times(graph, 10)["median_ms"] / len(weights)
+            ms = tile_time(name, weights, decoder.final_norm, rows, block, warps)
             best[f"{rows}x{block}w{warps}"] = round(1000 * ms, 2)
         ranked = sorted(best.items(), key=lambda item: item[1])
         tb = weights[0].nbytes / ranked[0][1] / 1e6
@@ -264,11 +271,12 @@ def main() -> None:
 
         short = (4096,)
         best = (1e9, {})
-        for launch in ({}, {"splits": 16}, {"splits": 32}, {"splits": 64, "block": 64}, {"splits": 32, "block": 128},  # noqa: E501
+        for launch in ({}, {"splits": 16}, {"splits": 32}, {"splits": 64, "block": 64}, {"splits": 32,
+        "block": 128},
                        {"splits": 32, "pdl": True}):  # fmt: skip
             got = section(
                 f"b1 {launch}",
-                lambda l=launch: measure(model, policy, BUDGET, 1, short, variant(**l)),  # noqa: E741
+                lambda chosen=launch: measure(model, policy, BUDGET, 1, short, variant(**chosen)),
             )
             if isinstance(got, list) and got[0]["median_ms"] < best[0]:
                 best = (got[0]["median_ms"], launch)
@@ -282,7 +290,7 @@ def main() -> None:
         ):
             section(
                 f"b64 {launch}",
-                lambda l=launch: measure(model, policy, BUDGET, 64, short, variant(**l), 20),  # noqa: E741
+                lambda chosen=launch: measure(model, policy, BUDGET, 64, short, variant(**chosen), 20),
             )
         retrofit(model, BUDGET, scorer="mlstm", match_bytes=True)
         section(

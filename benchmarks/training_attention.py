@@ -4,8 +4,9 @@
 
 32 query heads, 8 KV heads, head dimension 128, bfloat16, 4096 keys per KV head (4 sinks, window 256). Two
 retention patterns: random priorities, and made-up ones that come in topics (neighbours are kept or dropped
-together) and fade with age. Times are medians, everything included (the lists too); memory is the peak above the inputs.
-"""  # noqa: E501
+together) and fade with age. Times are medians, everything included (the lists too); memory is the peak above
+the inputs.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def main() -> int:
     rows = []
     for T in LENGTHS:
         torch.manual_seed(0)
-        # Memory order [B, T, H, D], as a model's projections leave it; dense attention has its own best order.  # noqa: E501
+        # Memory order [B, T, H, D], as a model's projections leave it; dense attention has its own best.
         q, k, v = (
             torch.randn(1, T, h, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
             for h in (HEADS, KV_HEADS, KV_HEADS)

@@ -8,8 +8,6 @@ logistic noise) / 0.1`; at inference the key leaves where `alpha_{t+1} > 0`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,61 +16,19 @@ from kvpop_lightning.baselines.registry import PolicySpec, register
 from kvpop_lightning.policy.documents import DocumentLayout
 from kvpop_lightning.policy.ragged import RaggedRule, shifted
 from kvpop_lightning.policy.scorers import register_scorer
-from kvpop_lightning.policy.scorers.gate import GateNetwork, matched_width
+from kvpop_lightning.policy.scorers.gate import GatedRule
 
 ALPHA_SCALE, ALPHA_OFFSET = 100.0, -5.0
 TEMPERATURE = 0.1
 
 
-class DMSGate(RaggedRule):
-    """The gates of one layer's KV heads.
-
-    Args:
-        gate_width: SiLU units before the output; 0 = the authors' linear map, None = as many parameters as
-        an MLP
-            scorer of `width` on `inputs`.
-        generator: source of the units' initial weights.
-    """
+class DMSGate(GatedRule, RaggedRule):
+    """The gates of one layer's KV heads; `gate_width` 0 is the authors' linear map."""
 
     kind = "dms"
-    gated = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        hidden_size: int,
-        *,
-        gate_width: int | None = 0,
-        width: int = 64,
-        inputs: str = "kv",
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(num_heads, head_dim, hidden_size, "hidden")
-        if gate_width is None:
-            gate_width = matched_width(head_dim, hidden_size, inputs, width)
-        self.network = GateNetwork(num_heads, head_dim, hidden_size, gate_width, generator=generator)
-
-    def options(self) -> dict[str, Any]:
-        return self.network.options()
-
-    def parameter_count(self) -> int:
-        """Trainable numbers of this layer's gates, all heads."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def gate(self, hidden: Tensor) -> Tensor:
         return ALPHA_SCALE * self.network(hidden[:, None]) + ALPHA_OFFSET
-
-    def set_standardization(
-        self,
-        key_mean: Tensor | None = None,
-        key_std: Tensor | None = None,
-        value_mean: Tensor | None = None,
-        value_std: Tensor | None = None,
-        hidden_mean: Tensor | None = None,
-        hidden_std: Tensor | None = None,
-    ) -> None:
-        self.network.set_standardization(hidden_mean, hidden_std)
 
 
 def logistic_noise(like: Tensor) -> Tensor:

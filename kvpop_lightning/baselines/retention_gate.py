@@ -8,8 +8,6 @@ that never changes: the rule decides query by query, though without looking at t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,58 +17,22 @@ from kvpop_lightning.policy.budget import NEVER, Budget
 from kvpop_lightning.policy.documents import document_layout
 from kvpop_lightning.policy.scorers import register_scorer
 from kvpop_lightning.policy.scorers.base import full_precision
-from kvpop_lightning.policy.scorers.gate import GateNetwork, matched_width
+from kvpop_lightning.policy.scorers.gate import GatedRule
 from kvpop_lightning.policy.stepwise import Held, StepwiseRule
 
 INITIAL_LOGIT = 8.0
 """beta = 0.99966: a fresh gate forgets a token to 0.7 in a thousand, and its gradient is not yet lost."""
 
 
-class RetentionGate(StepwiseRule):
-    """The gates of one layer's KV heads; arguments as for `DMSGate`."""
+class RetentionGate(GatedRule, StepwiseRule):
+    """The gates of one layer's KV heads; arguments as for `GatedRule`."""
 
     kind = "retention_gate"
-    gated = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        hidden_size: int,
-        *,
-        gate_width: int | None = 0,
-        width: int = 64,
-        inputs: str = "kv",
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(num_heads, head_dim, hidden_size, "hidden")
-        if gate_width is None:
-            gate_width = matched_width(head_dim, hidden_size, inputs, width)
-        self.network = GateNetwork(
-            num_heads, head_dim, hidden_size, gate_width, bias=INITIAL_LOGIT, generator=generator
-        )
-
-    def options(self) -> dict[str, Any]:
-        return self.network.options()
-
-    def parameter_count(self) -> int:
-        """Trainable numbers of this layer's gates, all heads."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    initial = INITIAL_LOGIT
 
     def log_beta(self, hidden: Tensor) -> Tensor:
         """[B, Hkv, T] < 0 from hidden [B, T, Hid]; gradients reach `hidden`."""
         return F.logsigmoid(self.network(hidden[:, None]))
-
-    def set_standardization(
-        self,
-        key_mean: Tensor | None = None,
-        key_std: Tensor | None = None,
-        value_mean: Tensor | None = None,
-        value_std: Tensor | None = None,
-        hidden_mean: Tensor | None = None,
-        hidden_std: Tensor | None = None,
-    ) -> None:
-        self.network.set_standardization(hidden_mean, hidden_std)
 
     def new_notes(self, batch: int, heads: int, slots: int, like: Tensor) -> dict[str, Tensor]:
         return {"log_beta": like.new_zeros(batch, heads, slots)}

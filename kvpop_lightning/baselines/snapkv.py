@@ -20,14 +20,15 @@ class SnapKV(StepwiseRule):
     The newest keys of the prompt are kept (`observed` of them, half the budget at most), then the best of the
     rest until `total - 1` are held. From there on each KV head drops the key that its newest queries attend
     least (TOVA per head) or have attended least since the window (H2O). A prompt shorter than the budget is
-    not cut. The prompt itself is held whole: its first tokens are exempt from the budget (METHOD.md, section 7).
+    not cut. The prompt itself is held whole: its first tokens are exempt from the budget (METHOD.md, section
+    7).
 
     Args:
         prompt_length: tokens of every text that are its prompt.
         observed: queries whose attention counts.
         pool: width of the average pooling over positions, odd.
         decode: `tova_head` or `h2o`.
-    """  # noqa: E501
+    """
 
     kind = "snapkv"
 

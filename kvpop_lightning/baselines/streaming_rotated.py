@@ -53,8 +53,8 @@ class RotatedStreaming(StepwiseRule, OwnAttention):
     def logits(self, held: Held, query: Tensor, seen: Tensor, budget: Budget, scale: float) -> Tensor:
         turned = self._turned(query, seen[:, None], budget)
         sink = (held.position < budget.sink)[:, :, None]
-        products = [(x * scale) @ held.keys.mT for x in (turned, query)]
-        return torch.where(sink, *products)
+        moved, plain = ((x * scale) @ held.keys.mT for x in (turned, query))
+        return torch.where(sink, moved, plain)
 
     def attend_rows(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpop_lightning.cache.attention import grouped_attention
+from kvpop_lightning.cache.growing import GrowingLayer
 from kvpop_lightning.cache.layer import BoundedLayer
 from kvpop_lightning.cache.span import Span
 from kvpop_lightning.policy.pages import choose_pages
@@ -16,7 +17,7 @@ GROWTH = 128
 """Tokens, at least, by which the allocation grows."""
 
 
-class FullLayer(BoundedLayer):
+class FullLayer(GrowingLayer):
     """Token j of a text in slot j, and the extremes of the keys of every page.
 
     Attributes:
@@ -24,7 +25,6 @@ class FullLayer(BoundedLayer):
         low, high: [B, Hkv, S / page size, D]; 0 for a page without tokens.
     """
 
-    holds_budget = False
     low: Tensor
     high: Tensor
 
@@ -41,12 +41,6 @@ class FullLayer(BoundedLayer):
         self.keys, self.values = views["keys"], views["values"]
         self.low, self.high = views["low_keys"], views["high_keys"]
 
-    def reset(self) -> None:
-        """Forgets the text and gives the memory back."""
-        if self._store:
-            self.release()
-        self.columns, self._log = 0, None
-
     def keys_per_head(self, seen: Tensor) -> Tensor:
         """int64 [B, Hkv]: all `seen` [B] tokens."""
         return seen[:, None].expand(-1, self._store["keys"].shape[1])
@@ -58,11 +52,12 @@ class FullLayer(BoundedLayer):
             return
         unit = -(-GROWTH // self.size) * self.size
         more = -(-tokens // unit) * unit - slots
+        larger = {}
         for name, tensor in self._store.items():
             count = more if name in ("keys", "values") else more // self.size
             fresh = tensor.new_zeros(*tensor.shape[:2], count, tensor.shape[3])
-            self._store[name] = torch.cat([tensor, fresh], 2)
-        self._use({name: tensor[: self.batch_size] for name, tensor in self._store.items()})
+            larger[name] = torch.cat([tensor, fresh], 2)
+        self._resize(**larger)
 
 
 def attend_full(
@@ -98,8 +93,7 @@ def attend_full(
     chosen |= number == own
     visible = chosen.repeat_interleave(layer.size, -1)
     visible &= torch.arange(visible.shape[-1], device=key.device) <= position[:, None, :, None]
-    out = grouped_attention(query, [layer.keys], [layer.values], visible, scaling)
-    return out
+    return grouped_attention(query, [layer.keys], [layer.values], visible, scaling)
 
 
 def _bounds(layer: FullLayer, held: Tensor, first: int) -> None:

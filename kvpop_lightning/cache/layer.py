@@ -102,8 +102,8 @@ class BoundedLayer(CacheLayerMixin):
         """Uses the first `batch` rows of what is allocated."""
         if batch == self.batch_size and self.keys is not None:
             return
-        self._use({name: tensor[:batch] for name, tensor in self._store.items()})
         self.batch_size = batch
+        self._resize()
         self._log = None
 
     def _use(self, views: dict[str, Tensor]) -> None:
@@ -128,6 +128,11 @@ class BoundedLayer(CacheLayerMixin):
             else:
                 tensor.zero_()
         self._log = None
+
+    def _resize(self, **larger: Tensor) -> None:
+        """Puts larger tensors in the place of those allocated, in the middle of a text."""
+        self._store |= larger
+        self._use({name: tensor[: self.batch_size] for name, tensor in self._store.items()})
 
     def release(self) -> None:
         """Gives the allocation back."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpop_lightning.cache.attention import grouped_attention
+from kvpop_lightning.cache.growing import GrowingLayer
 from kvpop_lightning.cache.layer import BoundedLayer
 from kvpop_lightning.cache.span import Span, put, take
 
@@ -21,7 +22,7 @@ PAGE = 16
 """Keys per page."""
 
 
-class RaggedLayer(BoundedLayer):
+class RaggedLayer(GrowingLayer):
     """A window of `budget.window` keys per KV head, and pages for the open keys that have left it.
 
     Attributes:
@@ -33,7 +34,6 @@ class RaggedLayer(BoundedLayer):
         used: int64 [B], pages of the row that are taken.
     """
 
-    holds_budget = False
     closed: Tensor
     page_keys: Tensor
     page_values: Tensor
@@ -43,7 +43,6 @@ class RaggedLayer(BoundedLayer):
 
     def _allocate(self, key: Tensor, value: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
         batch, heads, window = key.shape[0], key.shape[1], self.budget.window
-        number = {"dtype": torch.int64}
         return {
             "keys": key.new_zeros(batch, heads, window, key.shape[3]),
             "values": value.new_zeros(batch, heads, window, value.shape[3]),
@@ -51,20 +50,14 @@ class RaggedLayer(BoundedLayer):
             "page_keys": key.new_zeros(batch, 0, PAGE, key.shape[3]),
             "page_values": value.new_zeros(batch, 0, PAGE, value.shape[3]),
             "table": key.new_zeros(batch, heads, 0, dtype=torch.int32),
-            "held": key.new_zeros(batch, heads, **number),  # type: ignore[arg-type]
-            "used": key.new_zeros(batch, **number),  # type: ignore[arg-type]
+            "held": key.new_zeros(batch, heads, dtype=torch.int64),
+            "used": key.new_zeros(batch, dtype=torch.int64),
         }
 
     def _use(self, views: dict[str, Tensor]) -> None:
         self.keys, self.values, self.closed = views["keys"], views["values"], views["closed"]
         self.page_keys, self.page_values = views["page_keys"], views["page_values"]
         self.table, self.held, self.used = views["table"], views["held"], views["used"]
-
-    def reset(self) -> None:
-        """Forgets the text and gives the pages back."""
-        if self._store:
-            self.release()
-        self.columns, self._log = 0, None
 
     def keys_per_head(self, seen: Tensor) -> Tensor:
         """int64 [B, Hkv]: keys that each head holds after `seen` [B] tokens."""
@@ -105,17 +98,17 @@ class RaggedLayer(BoundedLayer):
         old, new = -(-before // PAGE), -(-after // PAGE)
         extra = new - old
         needed = extra.sum(-1)
-        most = int(new.max())
+        most, larger = int(new.max()), dict[str, Tensor]()
         if most > self.table.shape[2]:
             wide = self.table.new_full((*self.table.shape[:2], most + most // 4 - self.table.shape[2]), -1)
-            self._store["table"] = torch.cat([self.table, wide], 2)
+            larger["table"] = torch.cat([self._store["table"], wide], 2)
         pool = int((self.used + needed).max())
         if pool > self.page_keys.shape[1]:
             for name in ("page_keys", "page_values"):
                 old_pool = self._store[name]
                 shape = (old_pool.shape[0], pool - old_pool.shape[1], *old_pool.shape[2:])
-                self._store[name] = torch.cat([old_pool, old_pool.new_zeros(shape)], 1)
-        self._use({name: tensor[: self.batch_size] for name, tensor in self._store.items()})
+                larger[name] = torch.cat([old_pool, old_pool.new_zeros(shape)], 1)
+        self._resize(**larger)
         # Head by head: each takes the row's next free pages.
         first = self.used[:, None] + extra.cumsum(-1) - extra
         number = torch.arange(self.table.shape[2], device=old.device) - old[..., None]
@@ -141,6 +134,8 @@ def attend_ragged(
     long before that leaves the window, so every query's keys are known when the stretch is in.
     """
     assert isinstance(layer, RaggedLayer)
+    assert layer.keys is not None
+    assert layer.values is not None
     assert hidden is not None
     window, length = layer.budget.window, span.length
     heads = key.shape[1]

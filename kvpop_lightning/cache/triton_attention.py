@@ -94,7 +94,8 @@ def attend_kernel(
     left = tl.maximum(seen + 1 - WINDOW, 0)
     width: tl.constexpr = (GROUP + 2) * HEADS * D
     q1, q2 = _rotated_rows(
-        qkv + row * width + head * (GROUP * D), q_norm, cos + row * D, sin + row * D, eps, GROUP, GROUP_P, D, DH,  # noqa: E501
+        qkv + row * width + head * (GROUP * D), q_norm, cos + row * D, sin + row * D, eps, GROUP, GROUP_P, D,
+        DH,
         HAS_NORM,
     )  # fmt: skip
     kind = q1.dtype

@@ -2,9 +2,10 @@
 
 At step i the token t = i - w leaves the window ring of every layer and KV head. For a stateless scorer its
 score depends on nothing that the step itself computes, so one launch scores it, finds the lowest resident and
-moves it, `layers x rows x heads` programs side by side. A delayed mLSTM needs token i absorbed first: here its
+moves it,
+`layers x rows x heads` programs side by side. A delayed mLSTM needs token i absorbed first: here its
 query, its share of the head and the lowest resident are made ready, `triton_mlstm` does the rest per layer.
-"""  # noqa: E501
+"""
 
 # mypy: disable-error-code="no-untyped-def, misc"
 

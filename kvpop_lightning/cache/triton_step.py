@@ -145,14 +145,17 @@ class StepKernels:
             return
         state, budget, w, launch = self.state, self.state.budget, self.w, self.launch
         evict.evict_kernel[(self.layers * self.rows * self.heads,)](
-            state.keys, state.values, state.priority, state.position, state.seen, state.waiting, self.log_decay,  # noqa: E501
+            state.keys, state.values, state.priority, state.position, state.seen, state.waiting,
+            self.log_decay,
             w["key_mean"], w["key_std"], w["value_mean"], w["value_std"], w["key_weight"], w["value_weight"],
-            w["bias"], w["output_weight"], w["output_bias"], w["key_2"], w["value_2"], w["bias_2"], w["query"],  # noqa: E501
+            w["bias"], w["output_weight"], w["output_bias"], w["key_2"], w["value_2"], w["bias_2"],
+            w["query"],
             w["share"], w["low"], w["low_slot"], self.rows, self.seed, float(self.scale),
             KIND=self.kind, DELAY=self.delay, HEADS=self.heads, WINDOW=budget.window, SINK=budget.sink,
             TOPK=budget.topk, N=self.slots, D=self.head_dim, DECAY_STEP=self.policy.decay_step,
             COLS=self.columns, COLS_P=triton.next_power_of_2(self.columns), COLS_2=self.columns_2,
-            COLS_2P=triton.next_power_of_2(self.columns_2), BLOCK=min(launch.scan, triton.next_power_of_2(budget.topk)),  # noqa: E501
+            COLS_2P=triton.next_power_of_2(self.columns_2), BLOCK=min(launch.scan,
+            triton.next_power_of_2(budget.topk)),
             num_warps=launch.evict_warps, enable_fp_fusion=False,
         )  # fmt: skip
 

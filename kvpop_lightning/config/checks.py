@@ -187,8 +187,8 @@ def _budgets(config: Config) -> Iterator[str]:
 
 
 def _mlstm_memory(config: Config) -> Iterator[str]:
-    """The state must leave at least one long-range key (METHOD.md, section 5); without a known head size: checked
-    later."""  # noqa: E501
+    """The state must leave at least one long-range key (METHOD.md, section 5); without a known head size:
+    checked later."""
     if config.policy.name == "kvpop_mlstm" or "kvpop_mlstm" in config.train_policies:
         topk = config.policy.budget.topk
         yield from _mlstm_fits(config, topk, f"policy.budget.topk={topk}", "raise policy.budget.topk")

@@ -18,13 +18,6 @@ FORMAT = 1
 _COMMON = ("chat.py", "documents.py", "packing.py", "blocks.py")
 _PROCEDURAL = ("problem.py", "reasoning.py")
 _WRITTEN = ("records.py", "conversation.py", "hub.py", "decontaminate.py", "document_blocks.py")
-# Code that a test showed to give the same rows, byte for byte, as that of an older hash: data prepared with
-# the older one stays valid. An entry whose code is gone does nothing.
-_SAME_ROWS = {
-    "8c82559a08a6be68d12d1aee2d8f22c5cb061a13e26844b2106b7926a67fed4e": (
-        "d8ab3abba3ec1667058f1e861238a3c43bd40947a9a1aee41b1d256d7e7fb728"
-    )
-}
 
 
 def describe(config: DataConfig, tokenizer: Any) -> dict[str, Any]:
@@ -61,4 +54,4 @@ def code_hash(source: str) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return _SAME_ROWS.get(digest.hexdigest(), digest.hexdigest())
+    return digest.hexdigest()

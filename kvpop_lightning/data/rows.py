@@ -182,17 +182,17 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
         path = self.folder / self.index["shards"][shard]["files"]["pieces"]["name"]
         line = path.read_text("utf-8", "surrogatepass").splitlines()[index - int(self._first[shard])]
-        return [
-            dict(zip(("origin", "family", "tokens", "hash"), piece, strict=True))
-            for piece in json.loads(line)
-        ]
+        return _pieces(line)
 
     def all_pieces(self) -> Iterator[list[dict[str, Any]]]:
         """The documents of every row in order, each shard's list read once."""
         for shard in self.index["shards"]:
             path = self.folder / shard["files"]["pieces"]["name"]
             for line in path.read_text("utf-8", "surrogatepass").splitlines():
-                yield [
-                    dict(zip(("origin", "family", "tokens", "hash"), piece, strict=True))
-                    for piece in json.loads(line)
-                ]
+                yield _pieces(line)
+
+
+def _pieces(line: str) -> list[dict[str, Any]]:
+    """The documents of a row from its line in a shard's list."""
+    names = ("origin", "family", "tokens", "hash")
+    return [dict(zip(names, piece, strict=True)) for piece in json.loads(line)]

@@ -1,9 +1,9 @@
 """Who is compared: every (policy, budget) pair as a retention policy ready to be set on the model.
 
-One training serves all budgets (METHOD.md, section 7): a trained policy keeps its scorers and takes another number
-of long-range slots, lowered by what its state costs, so that all policies of one budget hold the same bytes
-(METHOD.md, section 5).
-"""  # noqa: E501
+One training serves all budgets (METHOD.md, section 7): a trained policy keeps its scorers and takes another
+number of long-range slots, lowered by what its state costs, so that all policies of one budget hold the same
+bytes (METHOD.md, section 5).
+"""
 
 from __future__ import annotations
 

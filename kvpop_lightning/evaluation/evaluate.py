@@ -49,7 +49,7 @@ class EvaluationResult:
 
 
 def first_position(config: Config) -> int:
-    """First row position that counts, in tokens: that share of `eval.reference_length` (METHOD.md, section 7)."""  # noqa: E501
+    """First row position that counts, in tokens: that share of `eval.reference_length`."""
     return int(config.eval.first_position * min(config.eval.reference_length, config.data.row_length))
 
 

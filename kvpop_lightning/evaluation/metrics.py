@@ -36,14 +36,14 @@ class TeacherLogits(NamedTuple):
 def supervised_positions(loss_mask: Tensor, document_ids: Tensor, first: int = 0) -> Tensor:
     """Positions of one row that are evaluated, int64 [P].
 
-    Position `i` counts iff token `i + 1` belongs to the same document and to the loss mask (METHOD.md, section 4),
-    and `i >= first`.
+    Position `i` counts iff token `i + 1` belongs to the same document and to the loss mask (METHOD.md,
+    section 4), and `i >= first`.
 
     Args:
         loss_mask: [T] bool, this token is a supervised target.
         document_ids: [T] int64, -1 is padding.
         first: first position that counts, in tokens.
-    """  # noqa: E501
+    """
     same = (document_ids[1:] == document_ids[:-1]) & (document_ids[:-1] >= 0)
     keep = same & loss_mask[1:].bool()
     keep[:first] = False

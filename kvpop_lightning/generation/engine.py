@@ -56,7 +56,7 @@ class _Running:
 
 
 class Engine:
-    """Continuations of many prompts on one model (issue: continuous slots).
+    """Continuations of many prompts on one model, in a fixed number of slots.
 
     Args:
         model: retrofitted (its policy's cache) or plain (every key is kept), in evaluation mode.

@@ -43,7 +43,7 @@ def fused_refusal(model: Any) -> str | None:
 
 @dataclass
 class Tiles:
-    """Rows and columns of a weight that a program of a matrix-vector kernel takes at a time, and its warps."""  # noqa: E501
+    """Rows and columns of a weight that a program of a matrix-vector kernel takes at once, and its warps."""
 
     qkv: tuple[int, int, int] = (8, 256, 4)
     output: tuple[int, int, int] = (4, 1024, 8)
@@ -162,7 +162,8 @@ class FusedDecoder:
         self.kernels.advance()
 
     def _linear(
-        self, x: Tensor, weight: Tensor, out: Tensor, tile: tuple[int, int, int], *, norm: Tensor | None = None,  # noqa: E501
+        self, x: Tensor, weight: Tensor, out: Tensor, tile: tuple[int, int, int], *,
+        norm: Tensor | None = None,
         residual: bool = False,
     ) -> None:  # fmt: skip
         """out = (out) + weight . norm(x)."""

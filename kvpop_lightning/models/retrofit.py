@@ -59,15 +59,15 @@ def retrofit(
         inputs: what a learned scorer reads, `kv`, `hidden` or `kv_hidden`.
         delay: mLSTM, tokens absorbed before a token is read; None = the window.
         width, memory_dim, value_dim: sizes of learned scorers.
-        match_bytes: lower `topk` by what the scorer's memory costs (METHOD.md, section 5); `model.kvpop.budget`
-            is then the lowered budget.
+        match_bytes: lower `topk` by what the scorer's memory costs (METHOD.md, section 5);
+            `model.kvpop.budget` is then the lowered budget.
         seed: of the scorers' initial weights.
         options: further options of `build_scorer`.
 
     Raises:
         ValueError: no budget, an unknown policy or option, settings out of range, a model that cannot be
             retrofitted (UserError). The model is unchanged then.
-    """  # noqa: E501
+    """
     modules = attention_modules(model)
     shape = shape_of(model, modules)
     device = next(model.parameters()).device

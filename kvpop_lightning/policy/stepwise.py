@@ -1,10 +1,10 @@
 """Rules that decide token by token from what the cache holds: attention, the held keys, the newest query.
 
 No static priority exists for them, so the rule runs one query after the other over `B` slots, in the
-bounded cache and in the parallel forward (`stepwise_parallel.py`) alike. METHOD.md, section 7: query i attends
-all held keys, its own included; if `B` are then held, one is dropped before query i + 1. The drop is carried
-out when the next token comes, which needs its slot.
-"""  # noqa: E501
+bounded cache and in the parallel forward (`stepwise_parallel.py`) alike. METHOD.md, section 7: query i
+attends all held keys, its own included; if `B` are then held, one is dropped before query i + 1. The drop is
+carried out when the next token comes, which needs its slot.
+"""
 
 from __future__ import annotations
 

@@ -77,13 +77,13 @@ def eviction_times(
             last = min(first + min(block, room or block), length)
             at = index[:, first:last]
             if whole:
-                new = [x[:, :, first:last] for x in (query, key, value)]
+                q, k, v = (x[:, :, first:last] for x in (query, key, value))
             else:
-                new = [x[row[:, None], :, at].transpose(1, 2) for x in (query, key, value)]
+                q, k, v = (x[row[:, None], :, at].transpose(1, 2) for x in (query, key, value))
             if room:
-                held = _grow(rule, held, *new, first, scale)
+                held = _grow(rule, held, q, k, v, first, scale)
             else:
-                held, lost = _replace(rule, held, budget, *new, first, scale)
+                held, lost = _replace(rule, held, budget, q, k, v, first, scale)
                 inside = torch.arange(first, last, device=key.device) < count[:, None]
                 note(lost, at, inside[:, None])
             first = last

@@ -2,9 +2,9 @@
 checkpoints.
 
 Optimisation is manual because a loss that is a mean over everything one optimiser step sees must know that
-count before the first micro-batch runs backward (METHOD.md, section 4): with Lightning's own accumulation each
-micro-batch would count equally however many positions it holds.
-"""  # noqa: E501
+count before the first micro-batch runs backward (METHOD.md, section 4): with Lightning's own accumulation
+each micro-batch would count equally however many positions it holds.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The scorers' loss on one batch: boundary decisions and the regression anchor (METHOD.md section 4,
-METHOD.md, section 4).
+"""The scorers' loss on one batch: boundary decisions and the regression anchor (METHOD.md,
+section 4).
 
 Used layer by layer on a live model and for all layers at once on cached features; both give the same sums.
 """

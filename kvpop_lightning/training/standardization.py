@@ -1,4 +1,6 @@
-"""Means and standard deviations of the scorers' inputs, over the first training tokens (METHOD.md, section 5)."""  # noqa: E501
+"""Means and standard deviations of the scorers' inputs, over the first training tokens (METHOD.md,
+section 5).
+"""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class _Watch:
         if self.correlation:
             pieces = self.module.config.accumulate * self.module.trainer.world_size
             metrics["rank_correlation"] = torch.stack(self.correlation).mean() / pieces
-            # With the student's own normaliser the mass may exceed 1: that is the inflation (METHOD.md, section 3).  # noqa: E501
+            # With the student's own normaliser the mass may exceed 1: the inflation of METHOD.md, section 3.
             metrics["target_maximum"] = torch.stack(self.highest).amax() / pieces
         return self.module.retention.loss(self.sums, totals, heads)
 

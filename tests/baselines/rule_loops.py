@@ -1,8 +1,8 @@
-"""Every rule as a plain loop over one text, float64, Python lists; written from docs/baselines.md and METHOD.md,
-METHOD.md, section 7, sharing no code with the package.
+"""Every rule as a plain loop over one text, float64, Python lists; written from docs/baselines.md and
+METHOD.md, sharing no code with the package.
 
 `attended(name, ...)` gives, per KV head and query, the set of attended positions.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

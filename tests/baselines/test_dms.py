@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -112,7 +113,7 @@ def test_soft_mask_is_the_loop(group: int) -> None:
             rows = []
             for b in range(2):
                 real = [t for t in range(LENGTH) if IDS[b, t] >= 0]
-                after = {t: u for t, u in zip(real, real[1:], strict=False) if IDS[b, t] == IDS[b, u]}  # noqa: RUF007
+                after = {t: u for t, u in itertools.pairwise(real) if IDS[b, t] == IDS[b, u]}
                 for n in range(heads * group):
                     h = n // group
                     for i in range(LENGTH):

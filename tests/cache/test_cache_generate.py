@@ -70,7 +70,7 @@ def test_left_padded_batch_equals_one_by_one(model, prompts) -> None:
 
 
 def test_results_do_not_depend_on_order(model, prompts) -> None:
-    """A failure that peers report, number 3: one cache, reset between longer and shorter texts in any order."""  # noqa: E501
+    """A failure that peers report, number 3: one cache, reset between longer and shorter texts."""
     texts = [{"input_ids": prompts["input_ids"][0:1, :n]} for n in (17, 5, 11)]
     fresh = [generate(model, text, past_key_values=BoundedCache(model)) for text in texts]
     cache = BoundedCache(model)
@@ -115,7 +115,7 @@ def test_mask_of_the_wrong_length(model, prompts, shape) -> None:
 
 
 def test_bytes_are_those_of_the_kv_heads(model, prompts) -> None:
-    """Failures that peers report, number 5 and 6: two KV heads are stored, not six query heads, and B tokens."""  # noqa: E501
+    """Failures that peers report, number 5 and 6: two KV heads and B tokens are stored, not six heads."""
     policy = model.kvpop
     cache = BoundedCache(model)
     generate(model, prompts, past_key_values=cache)

@@ -120,7 +120,7 @@ def test_padding(prepare, ids) -> None:
 
 @torch.no_grad()
 def test_prompt_longer_than_the_budget_does_not_end_the_text(loaded, prepare, ids) -> None:
-    """A failure that peers report, number 2: the sinks outlive the prompt. Without them the model falls apart."""  # noqa: E501
+    """A failure that peers report, number 2: the sinks outlive the prompt, or the model falls apart."""
     model, tokenizer = loaded
     prompt, target = ids[:, :600], ids[0, 600:700]
     with_sinks = prepare("streaming_llm")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpop_lightning.policy.scorers.base import Scorer
 from kvpop_lightning.policy.scorers.learned import head_output
 from kvpop_lightning.policy.scorers.projection import InputProjection
 
@@ -75,3 +76,55 @@ class GateNetwork(nn.Module):
 
     def options(self) -> dict[str, Any]:
         return {"gate_width": self.width}
+
+
+class GatedRule(Scorer):
+    """A rule that decides by a `GateNetwork`; mixed into the base of its family.
+
+    Args:
+        gate_width: SiLU units before the output; 0 = a linear map, None = as many parameters as an MLP scorer
+            of `width` on `inputs`.
+        generator: source of the units' initial weights.
+
+    Attributes:
+        initial: output of a fresh gate.
+    """
+
+    gated = True
+    initial: float = 0.0
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        hidden_size: int,
+        *,
+        gate_width: int | None = 0,
+        width: int = 64,
+        inputs: str = "kv",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, hidden_size, "hidden")
+        if gate_width is None:
+            gate_width = matched_width(head_dim, hidden_size, inputs, width)
+        self.network = GateNetwork(
+            num_heads, head_dim, hidden_size, gate_width, bias=self.initial, generator=generator
+        )
+
+    def options(self) -> dict[str, Any]:
+        return self.network.options()
+
+    def parameter_count(self) -> int:
+        """Trainable numbers of this layer's gates, all heads."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def set_standardization(
+        self,
+        key_mean: Tensor | None = None,
+        key_std: Tensor | None = None,
+        value_mean: Tensor | None = None,
+        value_std: Tensor | None = None,
+        hidden_mean: Tensor | None = None,
+        hidden_std: Tensor | None = None,
+    ) -> None:
+        self.network.set_standardization(hidden_mean, hidden_std)
