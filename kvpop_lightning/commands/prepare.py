@@ -50,6 +50,9 @@ def run(config: Config, call: Call) -> int:
     if config.data.streaming:
         print(f"data {data.fingerprint}: training rows are streamed, {len(data.eval_rows)} evaluation rows")
         return 0
+    identity = data.train_rows.index["description"]["identity"]
+    if (commit := identity.get("revision", config.data.revision)) != config.data.revision:
+        print(f"{config.data.path} {config.data.revision or ''} is {commit}: data.revision={commit} pins it")
     print(
         f"data {data.fingerprint}: {len(data.train_rows)} training rows, {len(data.eval_rows)} evaluation "
         "rows"

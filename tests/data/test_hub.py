@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kvpop_lightning.config.compose import compose
 from kvpop_lightning.data.document_blocks import account
 from kvpop_lightning.data.fingerprint import describe, fingerprint
+from kvpop_lightning.data.position import Position
 from kvpop_lightning.data.prepare import load_rows, prepare
 from kvpop_lightning.errors import UserError
 
@@ -170,11 +173,34 @@ def test_a_data_set_that_cannot_be_reached_is_one_line(nemotron, tokenizer, monk
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", away)
     with pytest.raises(UserError, match=r"data\.path=owner/name .*no route\); check the name") as error:
-        prepare(replace(config, path="owner/name"), tokenizer, progress=False)
+        prepare(replace(config, path="owner/name", revision="main"), tokenizer, progress=False)
     assert "\n" not in str(error.value)
     # A commit is known without the network, so prepared rows are found again without it.
     pinned = replace(config, path="owner/name", revision="0" * 40)
     assert describe(pinned, tokenizer)["identity"]["revision"] == "0" * 40
+
+
+def test_a_branch_is_one_data_set_per_commit_and_the_shipped_revision_is_a_commit(
+    nemotron, tokenizer, monkeypatch
+):
+    import huggingface_hub
+
+    shipped = compose(["data=nemotron_math_v2"]).data
+    assert re.fullmatch("[0-9a-f]{40}", shipped.revision)
+    config, _, _ = nemotron
+    branch = replace(config, path="owner/name", revision="main")
+    described = []
+    for head in ("a" * 40, "b" * 40):  # somebody pushes to the branch
+        answer = SimpleNamespace(sha=head)
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, answer=answer, **__: answer)
+        described.append(describe(branch, tokenizer))
+    assert [found["identity"]["revision"] for found in described] == ["a" * 40, "b" * 40]
+    before, after = (
+        Position(fingerprint(found), 0, "rows") for found in described
+    )  # a training that began before refuses the rows of after
+    with pytest.raises(UserError, match="the data set changed"):
+        after.load_state_dict(before.state_dict())
+    assert fingerprint(describe(replace(branch, revision="a" * 40), tokenizer)) == before.fingerprint
 
 
 def test_an_account_that_does_not_add_up_is_not_written():
