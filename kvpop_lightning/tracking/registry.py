@@ -11,6 +11,8 @@ import logging
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,25 +207,35 @@ def _fingerprint(folder: Path) -> str:
 
 def _write_model(path: Path, folder: Path) -> None:
     """The policy's folder as a pyfunc model."""
-    import mlflow.pyfunc  # puts filters of its own before ours
-
-    # No type hints on purpose: the signature is given.
-    warnings.filterwarnings(
-        "ignore", message=".*Add type hints to the `predict` method", category=UserWarning
-    )
-    warnings.filterwarnings("ignore", message=".*input example was not provided.*", category=UserWarning)
-    from kvpop_lightning.tracking import registry_model
-
     about = json.loads((folder / "kvpop.json").read_text())
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / folder.name  # without what else lies beside the policy
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.ckpt", ".*"))
-        mlflow.pyfunc.save_model(
-            str(path),
-            python_model=registry_model.__file__,
-            artifacts={"policy": str(copy)},
-            signature=registry_model.signature(),
-            pip_requirements=["kvpop-lightning"],
-            metadata={"policy": about["policy"]["name"], "base": str(about["base"]["name"])},
-            model_config={"base": None},
-        )
+        with _without_hints():
+            import mlflow.pyfunc
+
+            from kvpop_lightning.tracking import registry_model
+
+            mlflow.pyfunc.save_model(
+                str(path),
+                python_model=registry_model.__file__,
+                artifacts={"policy": str(copy)},
+                signature=registry_model.signature(),
+                pip_requirements=["kvpop-lightning"],
+                metadata={"policy": about["policy"]["name"], "base": str(about["base"]["name"])},
+                model_config={"base": None},
+            )
+
+
+@contextmanager
+def _without_hints() -> Iterator[None]:
+    """Holds back what MLflow advises about a signature of type hints: ours is given.
+
+    MLflow sets filters of its own inside, so a filter would not do; other warnings are passed on.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for warning in caught:
+        text = str(warning.message)
+        if "Add type hints to the `predict`" not in text and "input example was not provided" not in text:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
