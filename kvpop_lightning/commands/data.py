@@ -1,4 +1,5 @@
-"""`kvpop data stats | check`: what the prepared rows hold, and whether they are whole."""
+"""`kvpop data stats | check | traces`: what the prepared rows hold, whether they are whole, new ones from the
+model."""
 
 from __future__ import annotations
 
@@ -9,14 +10,31 @@ from kvpop_lightning.commands import Call
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 
-SUMMARY = "show what the prepared data holds, or check that it is whole"
+SUMMARY = "show what the prepared data holds, check that it is whole, or sample solutions from the model"
 DETAILS = """stats: lengths, packing, mix of families, where the rows of a source went, how far solutions
     reach back to the facts, examples; also drawn, as RUN_DIR/data/stats.png beside stats.json. check:
-    compares every shard with the hashes in its index. Rows that are missing are prepared first."""
-KEYS = ("data.source", "data.path", "data.row_length", "data.train_rows", "data.cache_dir", "run_dir")
+    compares every shard with the hashes in its index. Rows that are missing are prepared first. traces: the
+    model solves the problems of the data; what it finishes goes to data.traces.path, for data=teacher_traces.
+    An interrupted call goes on."""
+KEYS = (
+    "data.source",
+    "data.path",
+    "data.row_length",
+    "data.train_rows",
+    "data.traces.path",
+    "data.traces.problems",
+    "data.traces.samples",
+    "data.traces.temperature",
+    "data.traces.top_p",
+    "data.traces.max_new_tokens",
+    "data.traces.slots",
+    "data.cache_dir",
+    "run_dir",
+    "seed",
+)
 DEFAULT_EXPERIMENT: str | None = None
 
-ACTIONS = ("stats", "check")
+ACTIONS = ("stats", "check", "traces")
 
 
 def take_words(words: Sequence[str]) -> tuple[list[str], str]:
@@ -35,6 +53,8 @@ def take_words(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def run(config: Config, call: Call) -> int:
+    if call.own == "traces":
+        return _traces(config)
     from kvpop_lightning.data import PackedMathDataModule, PackedRows, stats
     from kvpop_lightning.data.blocks import chosen_families
     from kvpop_lightning.data.reasoning import FAMILY
@@ -64,4 +84,17 @@ def run(config: Config, call: Call) -> int:
         print(f"{'-' * 40}\n{text}")
     for path in stats.write(Path(config.run_dir) / "data", {"fingerprint": data.fingerprint, **found}):
         print(path)
+    return 0
+
+
+def _traces(config: Config) -> int:
+    from kvpop_lightning.data import traces
+    from kvpop_lightning.models import load_model
+
+    told = traces.sample(*load_model(config.model), config)
+    ended = ", ".join(f"{name} {count}" for name, count in sorted(told.ended.items()))
+    print(
+        f"{told.path}: {told.ended['end']} finished traces of {config.model.name} ({ended}; {told.reused} "
+        f"sampled before), {told.tokens} tokens sampled, {told.exact} come back token by token"
+    )
     return 0

@@ -6,6 +6,24 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class TracesConfig:
+    path: str | None = None
+    """JSONL file of traces sampled from the model (`kvpop data traces`); None = `run_dir/traces.jsonl`."""
+    problems: int | None = 100
+    """Problems of `data` to solve, at most; None = all of a file's or hub data set's."""
+    samples: int = 1
+    """Solutions of each problem."""
+    temperature: float = 0.6
+    """0 = greedy."""
+    top_p: float = 0.95
+    """Share of the probability mass to sample from."""
+    max_new_tokens: int = 4096
+    """Longest trace; one that is cut here is counted and left out."""
+    slots: int = 8
+    """Solutions written at a time."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     name: str = "procedural"
     """Name shown in tables and logs."""
@@ -68,5 +86,7 @@ class DataConfig:
     """Processes that write and tokenise documents while preparing; the rows do not depend on it."""
     window: int = 1024
     """Documents of files and hubs that are shuffled and packed together."""
+    traces: TracesConfig = field(default_factory=TracesConfig)
+    """What `kvpop data traces` samples."""
     cache_dir: str = ".cache/data"
     """Where packed rows are kept, in a folder per fingerprint."""

@@ -110,7 +110,7 @@ def suite_problems(patterns: Sequence[str]) -> Iterable[tuple[str, str]]:
     """
     for file in suite_files(patterns):
         for row in read_rows([file], None, columns=(*_QUESTION, "messages", "conversations")):
-            yield row.origin, _problem(row.record, row.where)
+            yield row.origin, problem_of(row.record, f"data.suites: {row.where}")
 
 
 def suite_files(patterns: Sequence[str]) -> list[Path]:
@@ -118,7 +118,12 @@ def suite_files(patterns: Sequence[str]) -> list[Path]:
     return [file for pattern in patterns for file in find_files(pattern, "data.suites")]
 
 
-def _problem(record: Any, where: str) -> str:
+def problem_of(record: Any, where: str) -> str:
+    """The text of a row's problem.
+
+    Raises:
+        UserError: there is none; the message names the place.
+    """
     if isinstance(record, dict):
         for name in _QUESTION:
             if isinstance(record.get(name), str) and record[name].strip():
@@ -130,4 +135,4 @@ def _problem(record: Any, where: str) -> str:
                 texts.append(str(message.get("content")))
         if texts:
             return "\n".join(texts)
-    raise UserError(f"data.suites: {where} holds no problem (one of {', '.join(_QUESTION)}, or messages)")
+    raise UserError(f"{where} holds no problem (one of {', '.join(_QUESTION)}, or messages)")

@@ -110,7 +110,7 @@ def _prepare_split(
         write_json(partial / _PROGRESS, now)
 
     stream = made(blocks, state["next_block"], config.processes)
-    with _bar(f"preparing {split} rows", wanted, done, progress) as advance, closing(stream):
+    with bar(f"preparing {split} rows", wanted, done, progress) as advance, closing(stream):
         try:
             if done < wanted:
                 for number, block in stream:
@@ -200,7 +200,8 @@ def _no_rows(config: DataConfig, split: str, counts: Counter[str]) -> str:
 
 
 @contextmanager
-def _bar(title: str, total: int, done: int, show: bool) -> Iterator[Any]:
+def bar(title: str, total: int | None, done: int, show: bool) -> Iterator[Any]:
+    """A progress bar on a terminal; gives a function that takes how many more are done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

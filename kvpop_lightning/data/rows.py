@@ -43,11 +43,12 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise UserError(_disk_message(error, path)) from error
+            raise UserError(disk_message(error, path)) from error
         raise
 
 
-def _disk_message(error: OSError, path: Path) -> str:
+def disk_message(error: OSError, path: Path) -> str:
+    """One line that says what to do about a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left while writing {path}; free some or set data.cache_dir to a larger disk"
     return f"cannot write {path}: {error.strerror or error}"
