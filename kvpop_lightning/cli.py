@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         call = Call(name, tuple(settings), own)
         _set_up_process()
+        _say_that_it_begins(name)
         if config.policy.module is not None:
             import_policies(config.policy.module)
         return _run(command, config, call)
@@ -154,6 +155,12 @@ def _set_up_process() -> None:
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns at every fork of a loader's worker
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _say_that_it_begins(name: str) -> None:
+    """On a terminal only: importing torch takes seconds, on a busy machine many, without a word."""
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        _say(f"kvpop {name} {__version__}: loading the libraries ...")
 
 
 def _report(error: BaseException, call: Call | None) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from kvpop_lightning.config.schema import Config
@@ -264,7 +265,10 @@ def evaluate(
         )
         table = run.table()
         table_path, markdown_path = write_table(table, config.run_dir)
-        figures = draw_figures(run, table, tokenizer) if config.eval.figures else []
+        figures = []
+        if config.eval.figures:
+            with Console(stderr=True).status("drawing the figures"):  # some seconds; shown on a terminal only
+                figures = draw_figures(run, table, tokenizer)
     finally:
         model.kvpop = before
         if not was_retrofitted:

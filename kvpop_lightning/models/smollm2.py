@@ -102,13 +102,15 @@ def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     console = Console(stderr=True)
-    console.print(f"Converting {source.name} to safetensors, once (about 20 s) ...")
+    console.print(f"Converting {source.name} to safetensors, once (20 to 40 s) ...")
     origin, name = str(source.parent), source.name
-    tokenizer: Any = AutoTokenizer.from_pretrained(origin, gguf_file=name)
+    with console.status("reading the tokenizer"):  # shows on a terminal that it is alive
+        tokenizer: Any = AutoTokenizer.from_pretrained(origin, gguf_file=name)
     # Without dequantize=True the library keeps the quantised form and refuses to save it.
     model: Any = AutoModelForCausalLM.from_pretrained(
         origin, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    with console.status("writing safetensors"):
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
     console.print(f"Converted: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters.")
