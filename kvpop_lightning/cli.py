@@ -190,7 +190,8 @@ def _report(error: BaseException, call: Call | None) -> int:
 def _mendable(error: BaseException) -> str | None:
     """The line for a mistake that the user can mend, None for a fault of the program."""
     if any(_is_full_disk(cause) for cause in _chain(error)):
-        where = next((str(c.filename) for c in _chain(error) if isinstance(c, OSError) and c.filename), "")
+        full = (c for c in _chain(error) if isinstance(c, OSError) and _is_full_disk(c))
+        where = next((str(c.filename) for c in full if c.filename), "")
         return (
             f"no space left on the disk{f' while writing {where}' if where else ''}: free some, or point "
             "run_dir, data.cache_dir, model.cache_dir or trainer.feature_cache_dir elsewhere; what was "

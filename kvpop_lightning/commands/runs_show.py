@@ -35,7 +35,11 @@ def in_order(
     have = [record for record in records if values[record.id] is not None]
     if records and not have:
         known = sorted({name for record in records for name in record.metrics})
-        raise UserError(f"no run has {sort}{did_you_mean(str(sort), known)}")
+        like = [name for name in known if str(sort) in name] or known
+        some = ", ".join(like[:12]) + (" ..." if len(like) > 12 else "")
+        raise UserError(
+            f"no run has {sort}{did_you_mean(str(sort), known)}; there are {some or 'no metrics'}"
+        )
     numbers = all(isinstance(values[record.id], float) for record in have)
 
     def key(record: Record) -> Any:

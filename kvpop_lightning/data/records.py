@@ -88,7 +88,10 @@ def parse_line(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        return BadRowError("not_json", f"not JSON: {error.msg} at column {error.colno}")
+        column = (
+            min(error.pos, len(text.rstrip())) + 1
+        )  # a line has one line, whatever its newline makes of it
+        return BadRowError("not_json", f"not JSON: {error.msg} at column {column}")
 
 
 def _jsonl(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:

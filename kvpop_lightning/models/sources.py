@@ -105,12 +105,18 @@ def resolve_dtype(name: str, device: torch.device, train_base: bool = False) -> 
 
 
 def _from_folder(name: str, dtype: torch.dtype, revision: str | None) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {} if revision is None else {"revision": revision}
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    except SafetensorError as error:
+        raise UserError(
+            f"the weights of model {name!r} are damaged ({error}): a *.safetensors file there is cut short or "
+            "altered; copy or download it again"
+        ) from error
     except (OSError, ValueError) as error:
         line = str(error).strip().splitlines()[0]
         mend = (

@@ -83,6 +83,8 @@ class SweepScreen:
         with self._lock:
             if self._finished_before is None:
                 self._finished_before = progress.finished
+                if 0 < progress.finished < progress.total:
+                    self.console.print(f"going on: {progress.finished} of {progress.total} trials are finished")
             self._progress, self._best, self._ended_since = progress, best, 0
 
     def headline(self) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -121,7 +124,8 @@ class Store:
             raise ConnectionError(reason)
         if self._client is None or self.experiment_id is None:
             _be_patient_but_not_for_minutes()
-            from mlflow.tracking import MlflowClient  # seconds to import
+            with _whole():
+                from mlflow.tracking import MlflowClient  # seconds to import
 
             quiet_mlflow()
             if file := sqlite_file(self.uri):
@@ -214,3 +218,19 @@ def _be_patient_but_not_for_minutes() -> None:
     """MLflow's own defaults keep a training waiting for four minutes per call to a dead server."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Ctrl-C waits for the end of an import: MLflow's tables, half declared, cannot be imported again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
+    if asked:
+        raise KeyboardInterrupt

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvpop_lightning.config.schema import DataConfig
-from kvpop_lightning.data.conversation import messages_of
+from kvpop_lightning.data.conversation import BadRowError, messages_of
 from kvpop_lightning.data.document_blocks import DocumentBlocks
 from kvpop_lightning.data.documents import Document
-from kvpop_lightning.data.records import find_files, read_rows
+from kvpop_lightning.data.records import find_files, parse_line, read_rows
 from kvpop_lightning.errors import UserError
 
 GOOD = {
@@ -148,3 +148,9 @@ def test_documents_are_split_by_the_problem():
     shares = [document(f"problem {i}", "s").in_share(0.1) for i in range(2000)]
     assert 0.07 < sum(shares) / len(shares) < 0.13
     assert not any(document(f"problem {i}", "s").in_share(0.0) for i in range(50))
+
+
+def test_the_column_of_a_line_cut_off_is_its_end() -> None:
+    error = parse_line('{"problem": "x", "solution": \n')
+    assert isinstance(error, BadRowError)
+    assert str(error).endswith("at column 29")

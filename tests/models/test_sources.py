@@ -163,3 +163,15 @@ def test_smollm2_itself(tmp_path: Path) -> None:
         torch.testing.assert_close(model(ids, use_cache=False).logits, plain, atol=2e-4, rtol=0)
     model.save_pretrained(tmp_path / "policy")
     assert not (tmp_path / "policy" / "model.safetensors").exists()
+
+
+def test_damaged_weights_are_one_line(tmp_path: Path) -> None:
+    model, _ = load_model(ModelConfig(source="tiny-llama", device="cpu"))
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(
+        UserError, match=r"weights of model .* are damaged .*copy or download it again"
+    ) as error:
+        load_model(ModelConfig(source="path", path=str(tmp_path), device="cpu"))
+    assert "\n" not in str(error.value)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hypothesis import settings as search
 from hypothesis import strategies as st
 
 from kvpop_lightning.config import compose
-from kvpop_lightning.tracking import environment, local
+from kvpop_lightning.tracking import environment, local, store
 from kvpop_lightning.tracking.environment import (
     git_state,
     required_versions,
@@ -209,3 +212,18 @@ def test_tracking_imports_no_mlflow(tmp_path: Path) -> None:
     code = "import sys, kvpop_lightning.tracking; print({'mlflow', 'torch', 'lightning'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_ctrl_c_waits_for_an_import_to_end() -> None:
+    done = []
+
+    def import_something_long() -> None:
+        with store._whole():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        import_something_long()
+    assert done == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from dataclasses import replace
@@ -197,3 +198,25 @@ def test_the_order_of_rows_is_a_function_of_seed_and_step() -> None:
         StepLoader(Rows(5), steps=5, rows_per_batch=1, seed=1, process=lambda r=r: (r, 2)) for r in (0, 1)
     ]
     assert [[p.indices(s)[0] for p in parts] for s in range(5)] == order[:5]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left"),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), "no space left"),
+        (OSError(errno.EROFS, "Read-only file system"), "read-only"),
+    ],
+)
+def test_half_a_checkpoint_is_taken_away(tmp_path: Path, error: Exception, said: str) -> None:
+    class Full:
+        fast_dev_run, is_global_zero = False, True
+
+        def save_checkpoint(self, path: Path) -> None:
+            path.write_bytes(b"half")
+            raise error
+
+    with pytest.raises(UserError, match=said) as caught:
+        TrainingCheckpoint(tmp_path, 0).save(Full())  # type: ignore[arg-type]
+    assert str(tmp_path / "last.ckpt") in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

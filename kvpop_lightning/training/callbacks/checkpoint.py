@@ -54,10 +54,22 @@ class TrainingCheckpoint(pl.Callback):
             trainer.save_checkpoint(temporary)
             if trainer.is_global_zero:
                 os.replace(temporary, self.path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)  # half of a checkpoint only fills the disk
+            reason = unwritable(error)
+            if reason is not None:
                 raise UserError(
-                    f"cannot write the checkpoint {self.path}: {error.strerror}; free space or set run_dir "
-                    "to another disk"
+                    f"cannot write the checkpoint {self.path}: {reason}; free space or set run_dir to another "
+                    "disk"
                 ) from error
             raise
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Why a file could not be written, None when the disk is not to blame; torch hides the system's error."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return str(error.strerror).lower()
+    text = str(error).lower()
+    if isinstance(error, RuntimeError) and ("file write failed" in text or "unexpected pos" in text):
+        return "no space left on device"
+    return None
