@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import resource
 import tempfile
@@ -26,15 +27,18 @@ from kvpop_lightning.data.prepare import prepare
 from kvpop_lightning.data.rows import PackedRows
 
 
-def nemotron_like(path: Path, documents: int, tokenizer: Any) -> None:
-    """Writes the file; its text is that of the families, cut and joined to the lengths wanted."""
+def nemotron_like(
+    path: Path, documents: int, tokenizer: Any, median: float = 5000.0, sigma: float = 0.9
+) -> None:
+    """Writes the file; its text is that of the families, cut and joined to the lengths wanted (log-normal,
+    `median` in tokens)."""
     rng = random.Random(0)
     names = families.available()
     texts = [families.generate(name, seed, 60).solution for name in names for seed in range(4)]
     per_token = sum(map(len, texts)) / sum(len(tokenizer(text)["input_ids"]) for text in texts)
     with path.open("w") as stream:
         for index in range(documents):
-            tokens = min(15000, rng.lognormvariate(8.5, 0.9))
+            tokens = min(15000, rng.lognormvariate(math.log(median), sigma))
             text = ""
             while len(text) < tokens * per_token:
                 text += rng.choice(texts) + "\n"
