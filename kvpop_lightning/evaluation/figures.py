@@ -19,7 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvpop_lightning.evaluation.statistics import mean
-from kvpop_lightning.evaluation.table import Entry, budgets_of, find, is_learned, policies_of
+from kvpop_lightning.evaluation.table import (
+    Entry,
+    best_learned,
+    budgets_of,
+    find,
+    is_learned,
+    policies_of,
+    ran,
+)
 
 STYLES: dict[str, dict[str, Any]] = {
     "streaming_llm": {"color": "#666666", "marker": "s", "linestyle": "--"},
@@ -31,12 +39,16 @@ STYLES: dict[str, dict[str, Any]] = {
     "kvpop_mlp": {"color": "#D55E00", "marker": "o", "linestyle": "-"},
     "kvpop_mlstm": {"color": "#0072B2", "marker": "P", "linestyle": "-"},
     "oracle": {"color": "#000000", "marker": "*", "linestyle": "-."},
+    "full": {"color": "#000000", "marker": "o", "linestyle": "--"},
+    "library": {"color": "#009E73", "marker": "x", "linestyle": ":"},
+    "static": {"color": "#009E73", "marker": "d", "linestyle": "-."},
+    "dms": {"color": "#CC79A7", "marker": "h", "linestyle": "-."},
 }
 _SPARE = ("#009E73", "#CC79A7", "#F0E442", "#999999")
 _DPI = 130
 
 
-def _style(policy: str) -> dict[str, Any]:
+def style_of(policy: str) -> dict[str, Any]:
     known = STYLES.get(policy)
     if known is None:
         known = {"color": _SPARE[sum(policy.encode()) % len(_SPARE)], "marker": "x", "linestyle": "--"}
@@ -48,20 +60,20 @@ def _style(policy: str) -> dict[str, Any]:
     }
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _save(figure: Figure, path: str | Path) -> Path:
+def save_figure(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
     return path
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -79,7 +91,7 @@ def _log_ticks(axes: Axes, low: float, high: float) -> None:
 def kl_against_budget(table: Sequence[Entry], path: str | Path, title: str | None = None) -> Path:
     """KL to the dense model against keys held per KV head, one line per policy, both axes logarithmic."""
     budgets = budgets_of(table)
-    figure = _figure(7.6, 4.6)
+    figure = new_figure(7.6, 4.6)
     axes = figure.add_subplot()
     lines: list[tuple[float, str, Any]] = []
     values: list[float] = []
@@ -90,7 +102,7 @@ def kl_against_budget(table: Sequence[Entry], path: str | Path, title: str | Non
         ]
         if policy == "full" or not points:
             continue
-        (line,) = axes.plot(*zip(*points, strict=True), label=policy, **_style(policy))
+        (line,) = axes.plot(*zip(*points, strict=True), label=policy, **style_of(policy))
         lines.append((points[-1][1], policy, line))
         values += [kl for _, kl in points]
     axes.set_xscale("log", base=2)
@@ -109,7 +121,7 @@ def kl_against_budget(table: Sequence[Entry], path: str | Path, title: str | Non
     axes.set_title(
         title or f"Divergence from the dense model, mean of {rows} held-out rows", fontsize=11, loc="left"
     )
-    _tidy(axes)
+    tidy(axes)
     lines.sort(key=lambda item: -item[0])  # the order in which the lines end at the smallest budget
     figure.legend(
         [line for _, _, line in lines],
@@ -117,13 +129,55 @@ def kl_against_budget(table: Sequence[Entry], path: str | Path, title: str | Non
         loc="outside right upper",
         frameon=False,
     )
-    return _save(figure, path)
+    return save_figure(figure, path)
+
+
+def paired_differences(table: Sequence[Entry], path: str | Path) -> Path | None:
+    """KL of every policy minus that of the best learned one at the same budget, with 95 % paired intervals.
+
+    One panel per budget, the lowest KL on top; right of zero = worse than the best learned policy. An entry
+    of one row has no interval, one that could not run is named without a point.
+
+    Returns:
+        `path`; None where no learned policy was evaluated.
+    """
+    panels = [(b, best) for b in budgets_of(table) if (best := best_learned(table, b)) is not None]
+    if not panels:
+        return None
+    names = [p for p in policies_of(table) if p != "full"]
+    figure = new_figure(3.2 + 2.9 * len(panels), 1.2 + 0.24 * len(names))
+    for n, (budget, best) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), n + 1)
+        found = {name: find(table, name, budget) for name in names}
+        order = sorted(names, key=lambda name: e["kl"] if ran(e := found[name]) and e else np.inf)
+        for place, name in enumerate(order):
+            e, style = found[name], style_of(name)
+            if e is None or not ran(e):
+                axes.text(
+                    0.0, place, "  cannot run" if e else "  -", va="center", fontsize=7, color="#777777"
+                )
+                continue
+            versus = e["versus"].get(best["policy"], {}).get("kl") if e is not best else {"difference": 0.0}
+            if versus is None:
+                continue
+            center, low = versus["difference"], versus.get("low")
+            if low is not None:
+                axes.plot([low, versus["high"]], [place, place], color=style["color"], linewidth=1.6)
+            axes.plot([center], [place], marker=style["marker"], color=style["color"], markersize=6)
+        axes.axvline(0.0, color="#444444", linewidth=0.8)
+        axes.set_yticks(range(len(order)), order, fontsize=7)
+        axes.invert_yaxis()
+        axes.set_title(f"{budget} keys, minus {best['policy']} ({best['kl']:.3f})", fontsize=9, loc="left")
+        axes.set_xlabel("difference in KL (nats per token)", fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        tidy(axes)
+    return save_figure(figure, path)
 
 
 def retained_mass_by_layer(table: Sequence[Entry], path: str | Path) -> Path:
     """Dense attention on keys still held, by layer (mean over heads and rows), one panel per budget."""
     budgets = budgets_of(table)
-    figure = _figure(3.6 * max(len(budgets), 1) + 1.8, 4.2)
+    figure = new_figure(3.6 * max(len(budgets), 1) + 1.8, 4.2)
     panels = np.atleast_1d(figure.subplots(1, max(len(budgets), 1), sharey=True))
     handles: dict[str, Any] = {}
     for axes, budget in zip(panels, budgets, strict=False):
@@ -132,15 +186,15 @@ def retained_mass_by_layer(table: Sequence[Entry], path: str | Path) -> Path:
             if policy == "full" or e is None or e.get("retained_mass_by_head") is None:
                 continue
             by_layer = [mean(heads) for heads in e["retained_mass_by_head"]]
-            style = {**_style(policy), "markersize": 4, "markevery": max(1, len(by_layer) // 10)}
+            style = {**style_of(policy), "markersize": 4, "markevery": max(1, len(by_layer) // 10)}
             (handles[policy],) = axes.plot(range(len(by_layer)), by_layer, label=policy, **style)
         axes.set_title(f"{budget} keys", fontsize=11, loc="left")
         axes.set_xlabel("layer")
-        _tidy(axes)
+        tidy(axes)
     panels[0].set_ylabel("share of dense attention retained")
     panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _visible(token: str) -> str:
@@ -193,7 +247,7 @@ def eviction_pattern(
     detail = detail or list(patterns)[-1]
     length = patterns[detail].shape[1]
     query = length - 1 if query is None else query
-    figure = _figure(13.5, 2.3 * len(patterns) + 3.6)
+    figure = new_figure(13.5, 2.3 * len(patterns) + 3.6)
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     panels = figure.subplots(len(patterns) + 1, 1, height_ratios=[1.0] * len(patterns) + [1.35])
@@ -245,4 +299,4 @@ def eviction_pattern(
     )
     bar.ax.set_yticklabels([f"{round(x * heads)} of {heads}" for x in np.linspace(0, 1, levels + 1)])
     bar.set_label("KV heads that hold the token")
-    return _save(figure, path)
+    return save_figure(figure, path)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpop_lightning.evaluation.figures import eviction_pattern, kl_against_budget, retained_mass_by_layer
+from kvpop_lightning.evaluation.figures import (
+    eviction_pattern,
+    kl_against_budget,
+    paired_differences,
+    retained_mass_by_layer,
+)
 from kvpop_lightning.evaluation.table import Entry, best_learned, budgets_of
 
 if TYPE_CHECKING:
@@ -47,6 +52,8 @@ def draw_figures(run: Evaluation, table: Sequence[Entry], tokenizer: Any) -> lis
         kl_against_budget(table, folder / "kl_vs_budget.png"),
         retained_mass_by_layer(table, folder / "retained_mass.png"),
     ]
+    intervals = paired_differences(table, folder / "paired_differences.png")
+    paths += [intervals] if intervals is not None else []
     budget = budgets[len(budgets) // 2]
     shown = _shown(run.contestants, table, budget)
     if not shown:

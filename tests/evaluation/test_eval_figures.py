@@ -10,10 +10,11 @@ from kvpop_lightning.evaluation.figures import (
     busiest_stretch,
     eviction_pattern,
     kl_against_budget,
+    paired_differences,
     retained_mass_by_layer,
 )
 from kvpop_lightning.evaluation.pictures import share_of_heads
-from kvpop_lightning.evaluation.table import entry
+from kvpop_lightning.evaluation.table import add_intervals, entry, refusal
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,30 @@ def test_kl_against_budget_draws_every_policy(table, tmp_path):
 
 def test_retained_mass_has_one_panel_per_budget(table, tmp_path):
     assert (0xD5, 0x5E, 0x00) in colours(retained_mass_by_layer(table, tmp_path / "mass.png"))
+
+
+def test_paired_differences_draw_points_intervals_and_who_cannot_run(tmp_path):
+    def rows(*kls):
+        return [
+            {"row": r, "kl": kl, "top1": 0.9, "nll": 1.0, "positions": 10, "retained_mass": None}
+            for r, kl in enumerate(kls)
+        ]
+
+    def drawn(name, *entries):
+        table = list(entries)
+        add_intervals(table)
+        return paired_differences([*table, refusal("quest", 64, 256, "no room")], tmp_path / name)
+
+    worse = entry("streaming_llm", 64, 256, rows(0.5, 0.9, 0.8))
+    path = drawn("a.png", worse, entry("kvpop_mlp", 64, 256, rows(0.3, 0.4, 0.5)))
+    assert {(0xD5, 0x5E, 0x00), (0x66, 0x66, 0x66)} <= colours(path)
+    narrow = drawn("b.png", worse, entry("kvpop_mlp", 64, 256, rows(0.3, 0.7, 0.6)))
+    grey = [
+        (np.abs(matplotlib.image.imread(p)[..., :3] - 0x66 / 255) < 0.01).all(-1).sum()
+        for p in (path, narrow)
+    ]
+    assert grey[0] > grey[1]  # the spread of the row differences is the interval's length
+    assert paired_differences([worse], tmp_path / "c.png") is None  # nothing to compare with
 
 
 def test_eviction_pattern_shows_the_levels_and_odd_tokens(tmp_path):

@@ -218,6 +218,7 @@ def test_figures_are_saved_as_artifacts(config, base):
     assert [p.name for p in result.figures] == [
         "kl_vs_budget.png",
         "retained_mass.png",
+        "paired_differences.png",
         "eviction_pattern.png",
     ]
     assert all(p.stat().st_size > 5000 for p in result.artifacts if p.suffix == ".png")

@@ -35,6 +35,7 @@ from kvpop_lightning.training.fit import live_module, train
 from kvpop_lightning.training.forward import collate, last_hidden
 from kvpop_lightning.training.kl import kl_sum
 from kvpop_lightning.training.retention_gate import RetentionGateModule, capacity
+from kvpop_lightning.training.runtime import settings_key
 
 TRAINER = TrainerConfig(max_steps=120, base_lr=1e-3, progress=False)
 DISTILL = DistillConfig(kl_topk=0, gate=GateTrainingConfig(lr=1e-2))
@@ -238,3 +239,21 @@ def test_reduction_from_the_budget(tmp_path: Any) -> None:
     assert reduction_of(set_by_hand) == 8.0
     with pytest.raises(UserError, match=r"eval\.reference_length 8"):
         reduction_of(replace(config, eval=EvalConfig(reference_length=8)))
+
+
+def test_a_reference_length_that_sets_the_target_is_part_of_the_settings(tmp_path: Any) -> None:
+    """DMS's F follows from it: another length is another training; for other policies, or an F set by hand,
+    not."""
+
+    def key(config: Config, length: int) -> str:
+        return settings_key(
+            replace(config, eval=replace(config.eval, reference_length=length)), "data", "base"
+        )
+
+    dms = config_of(tmp_path, "dms")
+    assert reduction_of(dms) != reduction_of(replace(dms, eval=EvalConfig(reference_length=96)))
+    assert key(dms, 48) != key(dms, 96)
+    set_by_hand = replace(dms, distill=replace(DISTILL, gate=GateTrainingConfig(reduction=8.0)))
+    assert key(set_by_hand, 48) == key(set_by_hand, 96)
+    gate = config_of(tmp_path, "retention_gate")
+    assert key(gate, 48) == key(gate, 96)
