@@ -31,6 +31,8 @@ from kvpop_lightning.config.own_policies import import_policies
 from kvpop_lightning.errors import ConfigError, Terminated, UserError
 
 MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
+GOES_ON = ("ablate", "compare", "data", "demo", "evaluate", "prepare", "sweep", "train")
+"""Commands that, interrupted, go on from where they stopped when typed again."""
 OPTIONS = ("--help", "--print-config", "--version")
 PACKAGE = str(Path(__file__).resolve().parent)
 
@@ -172,7 +174,7 @@ def _report(error: BaseException, call: Call | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         typed = " ".join([call.command, *call.overrides]).replace(" sweep.name=", " ") if call else ""
         by = "make" if typed == "demo" and "MAKELEVEL" in os.environ else "kvpop"
-        again = f"{by} {typed}" if typed else ""
+        again = f"{by} {typed}" if typed and call and call.command in GOES_ON else ""
         how = "terminated" if isinstance(error, Terminated) else "interrupted"
         _say(f"{how}: run the same command again to go on from where it stopped ({again})" if again else how)
         return TERMINATED if isinstance(error, Terminated) else INTERRUPTED

@@ -153,6 +153,9 @@ def show_comparison(records: Sequence[Record], *, as_json: bool) -> None:
 def show_best(records: Sequence[Record], own: Any) -> None:
     """Raises UserError where no run has the metric."""
     direction = own.direction or direction_of(own.metric)
+    # A sweep's confirming trainings are measured otherwise than its trials (more rows, other seeds).
+    asked = any("confirm" in clause for clause in own.where or ())
+    records = [record for record in records if asked or "confirm" not in record.tags]
     ordered = in_order(list(records), own.metric, ascending=direction == "min", descending=direction == "max")
     if not ordered:
         raise UserError("no run fits the filter")

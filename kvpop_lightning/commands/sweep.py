@@ -62,6 +62,8 @@ def run(config: Config, call: Call) -> int:
         return 0
     if not done.complete:
         print(f"{done.finished} of {done.total} trials ({outcome.stopped}): the same command goes on")
+        if done.finished == 0 and "time limit" in outcome.stopped:
+            print("not one trial ended within it: sweep.time_limit_s=SECONDS gives more")
         return 0
     print(f"all {done.total} trials are done")
     if config.sweep.worker:

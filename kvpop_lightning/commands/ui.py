@@ -26,8 +26,10 @@ KEYS = ("tracking.uri", "tracking.port", "sweep.storage")
 DEFAULT_EXPERIMENT: str | None = None
 
 HOST = "127.0.0.1"
-DASHBOARD_OFFSET = 1000
-"""optuna-dashboard's port is MLflow's and this much: far enough from MLflow's next free ones."""
+DASHBOARD_OFFSET = 3080
+"""optuna-dashboard's port is MLflow's and this much: with MLflow's own 5000, its own 8080."""
+BLOCKED = frozenset({5060, 5061, 6000, 6566, *range(6665, 6670), 6679, 6697, 10080})
+"""Ports from 1024 on that browsers refuse to open."""
 STOP_S = 10.0
 
 
@@ -37,6 +39,7 @@ def run(config: Config, call: Call) -> int:
 
     uri = tracking_uri(config.tracking.uri)
     commands: list[list[str]] = []
+    ports: list[int] = []
     if uri.startswith(("http://", "https://")):
         print(f"open {public_uri(uri)}", flush=True)
     else:
@@ -46,7 +49,8 @@ def run(config: Config, call: Call) -> int:
         if file is not None and not file.exists():
             raise UserError(f"no runs yet: {file} does not exist; start with kvpop demo")
         port = free_port(config.tracking.port)
-        print(f"MLflow on {public_uri(uri)}: open http://{HOST}:{port}", flush=True)
+        print(f"starting MLflow on {public_uri(uri)} ...", flush=True)
+        ports.append(port)
         words = ["--backend-store-uri", uri, "--host", HOST, "--port", str(port), "--workers", "1"]
         commands.append([sys.executable, "-m", "mlflow", "ui", *words])
     if study := newest_study(config):
@@ -55,9 +59,10 @@ def run(config: Config, call: Call) -> int:
             print(f"sweep study {public_uri(study)}: pip install optuna-dashboard shows it here", flush=True)
         else:
             port = free_port(min(config.tracking.port + DASHBOARD_OFFSET, 65000))
-            print(f"optuna-dashboard on {public_uri(study)}: open http://{HOST}:{port}", flush=True)
+            print(f"starting optuna-dashboard on {public_uri(study)} ...", flush=True)
+            ports.append(port)
             commands.append([dashboard, study, "--host", HOST, "--port", str(port)])
-    return serve(commands) if commands else 0
+    return serve(commands, ports) if commands else 0
 
 
 def free_port(first: int, tries: int = 50) -> int:
@@ -67,6 +72,8 @@ def free_port(first: int, tries: int = 50) -> int:
         UserError: none of them is free.
     """
     for port in range(first, min(first + tries, 65536)):
+        if port in BLOCKED:
+            continue
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just left is free
             try:
@@ -74,9 +81,16 @@ def free_port(first: int, tries: int = 50) -> int:
             except OSError:
                 continue
         if port != first:
-            print(f"port {first} is busy: taking {port}", flush=True)
+            why = "refused by browsers" if first in BLOCKED else "busy"
+            print(f"port {first} is {why}: taking {port}", flush=True)
         return port
     raise UserError(f"no free port from {first} on: set tracking.port to another range")
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as sock:
+        sock.settimeout(1.0)
+        return sock.connect_ex((HOST, port)) == 0
 
 
 def newest_study(config: Config) -> str | None:
@@ -99,8 +113,11 @@ def dashboard_program() -> str | None:
     return str(beside) if beside.exists() else shutil.which("optuna-dashboard")
 
 
-def serve(commands: list[list[str]]) -> int:
-    """Runs the servers until Ctrl-C or SIGTERM, or until one ends; then ends all, their workers included."""
+def serve(commands: list[list[str]], ports: list[int]) -> int:
+    """Runs the servers until Ctrl-C or SIGTERM, or until one ends; then ends all, their workers included.
+
+    Each address is printed when it answers: before, a browser would show an error.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -110,8 +127,12 @@ def serve(commands: list[list[str]]) -> int:
     try:
         # In sessions of their own: Ctrl-C reaches this process alone, which ends them in order.
         servers += [subprocess.Popen(words, start_new_session=True) for words in commands]
-        print("(Ctrl-C ends it)", flush=True)
+        silent = dict(zip(ports, commands, strict=True))
         while all(server.poll() is None for server in servers):
+            for port in [port for port in silent if answers(port)]:
+                words = silent.pop(port)
+                name = "MLflow" if "mlflow" in words else "optuna-dashboard"
+                print(f"{name}: open http://{HOST}:{port}  (Ctrl-C ends it)", flush=True)
             time.sleep(0.2)
         ended = next(server for server in servers if server.poll() is not None)
         words = commands[servers.index(ended)]

@@ -103,7 +103,8 @@ def _jsonl(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, A
                 try:
                     yield number, parse_line(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except UnicodeDecodeError as error:
-                    yield number, BadRowError("not_utf8", f"not UTF-8 at byte {error.start}")
+                    hint = "; is it Parquet? then set data=parquet" if raw.startswith(b"PAR1") else ""
+                    yield number, BadRowError("not_utf8", f"not UTF-8 at byte {error.start}{hint}")
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
 

@@ -19,6 +19,7 @@ from kvpop_lightning.sweeps.checks import baseline_points, check_settings, total
 from kvpop_lightning.sweeps.conclude import Conclusion
 from kvpop_lightning.sweeps.files import run_id_in, write_json
 from kvpop_lightning.sweeps.gpus import assign_gpus, thread_share
+from kvpop_lightning.sweeps.owner import claim_folder
 from kvpop_lightning.sweeps.point import trial_words
 from kvpop_lightning.sweeps.report import report_files
 from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
@@ -91,6 +92,7 @@ class SweepRun:
 
     def run(self) -> SweepOutcome:
         """Makes the study, works until its total, concludes. Ctrl-C gives running trials back and raises."""
+        claim_folder(self.folder, self.study_name, self.address)
         storage = open_storage(self.address, self.settings.heartbeat_s)
         with one_at_a_time(self.folder / ".study.lock"):
             study = studies.create_study(storage, self.study_name, self.sweep, self.words)
@@ -119,6 +121,7 @@ class SweepRun:
         storage = open_storage(self.address, self.settings.heartbeat_s)
         study = studies.join_study(storage, self.study_name, self.address)
         studies.check_same_question(study, self.sweep, self.words)
+        claim_folder(self.folder, self.study_name, self.address)
         try:
             return self._work(study, storage, study.user_attrs.get(studies.PARENT_RUN))
         finally:

@@ -84,7 +84,8 @@ class SweepScreen:
             if self._finished_before is None:
                 self._finished_before = progress.finished
                 if 0 < progress.finished < progress.total:
-                    self.console.print(f"going on: {progress.finished} of {progress.total} trials are finished")
+                    done = f"{progress.finished} of {progress.total}"
+                    self.console.print(f"going on: {done} trials are finished", highlight=False)
             self._progress, self._best, self._ended_since = progress, best, 0
 
     def headline(self) -> str:

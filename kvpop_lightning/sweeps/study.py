@@ -119,8 +119,8 @@ def create_study(storage: Any, name: str, sweep: Sweep, words: Sequence[str]) ->
     if changed := differences(before, described):
         raise UserError(
             f"study '{name}' was made for another question, its trials cannot be compared with new ones: "
-            f"{'; '.join(changed)}: undo this, or start a new study with sweep.study=OTHER_NAME or another "
-            "run_dir"
+            f"{'; '.join(changed)}: undo this, or start a new study with another run_dir "
+            "(and sweep.study=OTHER_NAME where the storage is shared)"
         )
     return study
 

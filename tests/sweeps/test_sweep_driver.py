@@ -126,7 +126,7 @@ def test_another_question_is_refused_with_the_difference(project: Path) -> None:
             go(words)
         assert line in str(caught.value)
         assert len(study_of().trials) == 1
-    assert go([*words, "sweep.study=other"]).progress.complete
+    assert go([*words, "sweep.study=other", "run_dir=runs/sweeps/other"]).progress.complete
 
 
 def test_what_does_not_change_the_question_may_change(project: Path) -> None:
@@ -224,7 +224,7 @@ def test_ctrl_c_gives_running_trials_back_and_the_same_command_goes_on(project: 
     env = {**os.environ, "FAKE_PLAN": json.dumps({"trial 1": ["slow", "ok"], "trial 2": ["slow", "ok"]})}
     here = str(Path(__file__).parent)
     process = subprocess.Popen(
-        [sys.executable, "-c", script, here, "workers=2"], env=env, stderr=subprocess.PIPE
+        [sys.executable, "-c", script, here, "workers=2", "storage=journal"], env=env, stderr=subprocess.PIPE
     )
     try:
         log = FOLDER / "trials" / "0002" / "metrics.jsonl"
@@ -338,3 +338,18 @@ def test_the_live_table_shows_points_results_and_an_estimate() -> None:
         "best: kl",
     ):
         assert part in text
+
+
+def test_a_folder_belongs_to_one_study(project: Path) -> None:
+    write(project)
+    assert go(["trials=2"]).progress.complete
+    before = (FOLDER / "trials.json").read_bytes()
+    with pytest.raises(
+        UserError, match=r"holds the trials of study 'mine' in .*study\.log, not of .*'other'"
+    ):
+        go(["trials=2", "sweep.study=other"])
+    with pytest.raises(UserError, match=r"not of 'mine' in .*elsewhere\.db: set run_dir"):
+        go(["trials=2", f"storage={project / 'elsewhere.db'}"])
+    assert not (project / "elsewhere.db").exists()
+    assert (FOLDER / "trials.json").read_bytes() == before
+    assert go(["trials=3"]).progress.complete

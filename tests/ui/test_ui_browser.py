@@ -61,13 +61,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str,
         )
         assert process.stdout is not None
         said = ""
-        while "Ctrl-C" not in said:
+        while said.count("Ctrl-C") < 2:
             line = process.stdout.readline()
             assert line, said
             said += line
         assert f"port {port} is busy: taking " in said
-        addresses = re.findall(r"open (http://\S+)", said)
-        assert len(addresses) == 2, said
+        found = dict(re.findall(r"(\S+): open (http://\S+)", said))
+        addresses = [found["MLflow"], found["optuna-dashboard"]]
         try:
             for address in addresses:
                 _wait_for(int(address.rpartition(":")[2]), process)
