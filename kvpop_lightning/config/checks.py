@@ -17,7 +17,7 @@ from kvpop_lightning.config.describe import settings
 from kvpop_lightning.config.memory import mlstm_cost_in_keys
 from kvpop_lightning.config.schema import Config
 
-WITHOUT_EVALUATION = ("generate", "doctor", "ui", "runs")
+WITHOUT_EVALUATION = ("data", "generate", "doctor", "ui", "runs")
 """Commands that never evaluate: `eval.*` need not fit the budget there."""
 
 

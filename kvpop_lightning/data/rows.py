@@ -68,7 +68,7 @@ def write_shard(
     files = {}
     for name, array in stacked.items():
         path = folder / f"{name}-{number:05d}.npy"
-        write_whole(path, lambda stream, array=array: np.save(stream, array))  # type: ignore[misc]
+        write_whole(path, lambda stream, array=array: np.save(_Through(stream), array))  # type: ignore[misc]
         files[name] = _entry(path)
     lines = [
         json.dumps([[p.origin, p.family, len(p), p.hash[:16]] for p in row], ensure_ascii=False)
@@ -83,6 +83,17 @@ def write_shard(
         "tokens": int((stacked["documents"] >= 0).sum()),
         "supervised": int(stacked["loss"].sum()),
     }
+
+
+class _Through:
+    """Passes on to a file. numpy writes to a real one past Python, and its error on a full disk then has lost
+    the reason."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def write_json(path: Path, content: Any) -> None:
