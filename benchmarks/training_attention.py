@@ -5,7 +5,9 @@
 32 query heads, 8 KV heads, head dimension 128, bfloat16, 4096 keys per KV head (4 sinks, window 256). Two
 retention patterns: random priorities, and made-up ones that come in topics (neighbours are kept or dropped
 together) and fade with age. Times are medians, everything included (the lists too); memory is the peak above
-the inputs.
+the inputs. Beside them, in the same run: FlexAttention under the same mask, the target pass under a given
+normaliser,
+eviction times of 8 heads, one length in float32. Ratios are to dense attention of the same length and dtype.
 """
 
 from __future__ import annotations
@@ -22,26 +24,30 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvpop_lightning.attention import sparse_attention
-from kvpop_lightning.policy import Budget, eviction_time
+from kvpop_lightning.attention.flex import flex_sparse_attention
+from kvpop_lightning.policy import Budget, dense_log_normalizer, eviction_time, future_attention_target
 
 HEADS, KV_HEADS, D = 32, 8, 128
 BUDGET = Budget(4, 256, 3836)
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 LONGEST_DENSE_BACKWARD = 65536
+LONGEST_FLEX = 65536
+FLOAT32_LENGTH = 16384
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
     work()
     work()
-    times = []
+    marks = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
         stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return sorted(times)[len(times) // 2]
+        marks.append((start, stop))
+    # The host may run ahead, as in a training step.
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(stop) for start, stop in marks)[len(marks) // 2]
 
 
 def peak_mib(work: Callable[[], object]) -> float:
@@ -89,6 +95,66 @@ def measure(
     return row
 
 
+def measure_flex(T: int, inputs: list[Tensor], repeats: int) -> dict[str, float]:
+    e = eviction_time(priorities("random", T), BUDGET)
+    torch.compiler.reset()  # a form compiled for this length, not one for all lengths
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_sparse_attention(q, k, v, e, document_ids=None, scale=D**-0.5)[0]
+
+    return measure(flex, inputs, repeats, True)
+
+
+def measure_policy(T: int, q: Tensor, k: Tensor, repeats: int) -> list[dict]:
+    """The target pass and the eviction times."""
+    normalizer = dense_log_normalizer(q, k)
+    priority = priorities("random", T)
+    work = {
+        "target pass": lambda: future_attention_target(q, k, window=BUDGET.window, normalizer=normalizer),
+        "eviction times": lambda: eviction_time(priority, BUDGET),
+    }
+    return [
+        {"T": T, "work": name, "forward_ms": milliseconds(do, repeats), "forward_mib": peak_mib(do)}
+        for name, do in work.items()
+    ]
+
+
+def measure_float32() -> list[dict]:
+    """One length in float32, against the memory-efficient dense kernel (the others take no float32)."""
+    T = FLOAT32_LENGTH
+    q, k, v = (torch.randn(1, h, T, D, device="cuda") for h in (HEADS, KV_HEADS, KV_HEADS))
+    e = eviction_time(priorities("random", T), BUDGET)
+
+    def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def ours(backend: str) -> Callable[..., Tensor]:
+        return lambda q, k, v: sparse_attention(q, k, v, e, budget=BUDGET, backend=backend, need_lse=False)[0]
+
+    base = measure(full, [q, k, v], 3, True)
+    rows = [{"T": T, "work": "dense SDPA, float32", **base}]
+    for backend in ("triton", "sdpa"):
+        row = {"T": T, "work": f"sparse, {backend}, float32", **measure(ours(backend), [q, k, v], 3, True)}
+        rows.append(row)
+    report(rows, T, base)
+    return rows
+
+
+def report(rows: list[dict], T: int, base: dict[str, float]) -> None:
+    """Add the ratios to the rows of one length and print them."""
+    for row in rows:
+        if row["T"] == T:
+            row["forward_ratio"] = base["forward_ms"] / row["forward_ms"]
+            if "both_ms" in base and "both_ms" in row:
+                row["both_ratio"] = base["both_ms"] / row["both_ms"]
+            print(
+                f"{T:7d} {row['work']:32s}",
+                *(f"{key} {value:.2f}" for key, value in row.items() if key not in ("T", "work")),
+                flush=True,
+            )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,17 +192,13 @@ def main() -> int:
 
                 name = f"sparse, {pattern}{', deterministic' if deterministic else ''}"
                 rows.append({"T": T, "work": name, **measure(ours, [q, k, v], repeats, True)})
-        for row in rows:
-            if row["T"] == T:
-                row["forward_ratio"] = base["forward_ms"] / row["forward_ms"]
-                if "both_ms" in base and "both_ms" in row:
-                    row["both_ratio"] = base["both_ms"] / row["both_ms"]
-                print(
-                    f"{T:7d} {row['work']:32s}",
-                    *(f"{key} {value:.2f}" for key, value in row.items() if key not in ("T", "work")),
-                    flush=True,
-                )
-    # Target pass and eviction times have their own script, benchmarks/policy_kernels.py.
+        if T <= LONGEST_FLEX:
+            rows.append({"T": T, "work": "FlexAttention, random", **measure_flex(T, [q, k, v], repeats)})
+        rows += measure_policy(T, q, k, repeats)
+        report(rows, T, base)
+        del q, k, v
+        torch.cuda.empty_cache()
+    rows += measure_float32()
     result = {"device": torch.cuda.get_device_name(), "budget": BUDGET.total, "rows": rows}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

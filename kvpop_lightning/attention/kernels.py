@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kvpop_lightning.policy.triton_choice import missing
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_HEAD = 256
@@ -72,7 +72,7 @@ def plan_for(dtype: torch.dtype, group: int, head_dim: int) -> KernelPlan:
     if block_d <= 128:
         m = max(128, rows)
         return KernelPlan(
-            group, block_d, Tile(256, 64, 8, 2), Tile(m, 128, 8, 1), Tile(max(64, rows), 128, 8, 1)
+            group, block_d, Tile(256, 64, 8, 3), Tile(m, 128, 8, 2), Tile(max(64, rows), 128, 8, 1)
         )
     wide, tall = Tile(max(64, rows), 32, 8, 2), Tile(max(32, rows), 64, 8, 1)
     return KernelPlan(group, block_d, wide, wide, tall)
@@ -81,12 +81,8 @@ def plan_for(dtype: torch.dtype, group: int, head_dim: int) -> KernelPlan:
 def unsupported(query: Tensor, key: Tensor, scale: float) -> str | None:
     """Why the kernels cannot take these tensors, in a few words; None when they can."""
     group, D = query.shape[1] // key.shape[1], query.shape[3]
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton)"
-    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"Triton kernels need a CUDA device, the tensors are on {query.device.type}"
-    if query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0):
-        return "Triton kernels need a GPU of compute capability 8.0 or newer"
+    if reason := missing(query):
+        return reason
     if query.dtype not in _DTYPES:
         return f"Triton kernels take bfloat16, float16 and float32, not {query.dtype}"
     if D > _LARGEST_HEAD:

@@ -22,7 +22,7 @@ from kvpop_lightning.attention.triton_backward import (
     query_gradient_kernel,
 )
 from kvpop_lightning.attention.triton_forward import forward_kernel
-from kvpop_lightning.attention.triton_lists import alive_lists_triton
+from kvpop_lightning.attention.triton_lists import alive_lists_triton, begin_reading
 
 _LARGEST_OFFSET = 2**31 - 1
 
@@ -97,9 +97,10 @@ class _Attention(torch.autograd.Function):
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         while True:
             lists, most, rooms = alive_lists_triton(end, plan.list_block, expected)
+            lengths = begin_reading(most)
             _forward((query, key, value, end), real, lists, out, lse, scale, plan)
             # The kernel is under way while the host looks whether the lists had room enough.
-            longest = most.tolist()
+            longest = lengths()
             if all(found <= room for found, room in zip(longest, rooms, strict=True)):
                 break
             expected = max(longest)

@@ -131,8 +131,10 @@ def query_gradient_kernel(
     scale2 = scale * LOG2E
     lane = tl.arange(0, N)
     acc = tl.zeros([M, BLOCK_D], tl.float32)
+    ahead = tl.load(keys + lane, mask=lane < count, other=0)
     for n in range(0, clear * N, N):
-        j = tl.load(keys + n + lane)
+        j = ahead
+        ahead = tl.load(keys + n + N + lane, mask=n + N + lane < count, other=0)
         if WIDE:
             j = j.to(tl.int64)
         k = gather(k_base, j, k_t, D, BLOCK_D)
@@ -141,7 +143,7 @@ def query_gradient_kernel(
         dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         ds = tl.exp2(s * scale2 - lse2[:, None]) * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    for n in range(clear * N, count, N):
+    for n in tl.range(clear * N, count, N, num_stages=1):  # as in the forward pass
         listed = n + lane < count
         j = tl.load(keys + n + lane, mask=listed, other=0)
         end = tl.load(ends + j, mask=listed, other=0)

@@ -13,6 +13,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+HIDDEN = tl.constexpr(-1e30)
+"""Logit of what a query does not see, and its maximum before it saw anything: finite, so that no difference
+is NaN. What a row then adds up by mistake is multiplied by exactly 0 as soon as it sees a key."""
 
 
 @triton.jit
@@ -89,12 +92,15 @@ def forward_kernel(
 
     scale2 = scale * LOG2E
     lane = tl.arange(0, N)
-    top = tl.full([M], float("-inf"), tl.float32)
+    top = tl.full([M], HIDDEN, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BLOCK_D], tl.float32)
-    # Keys that every query here sees: no mask, and no row without a key.
+    # Keys that every query here sees: no mask. Indices are read a step ahead, so that the keys themselves can
+    # be copied ahead of the products.
+    ahead = tl.load(keys + lane, mask=lane < count, other=0)
     for n in range(0, clear * N, N):
-        j = tl.load(keys + n + lane)
+        j = ahead
+        ahead = tl.load(keys + n + N + lane, mask=n + N + lane < count, other=0)
         if WIDE:
             j = j.to(tl.int64)
         k = gather(k_base, j, k_t, D, BLOCK_D)
@@ -107,9 +113,9 @@ def forward_kernel(
         v = gather(v_base, j, v_t, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
-    # The rest: born or gone inside the block. A row may have seen nothing yet, so -inf is kept out of
-    # differences.
-    for n in range(clear * N, count, N):
+    # The rest: born or gone inside the block. Not pipelined: the compiler would serialize the products of
+    # both loops.
+    for n in tl.range(clear * N, count, N, num_stages=1):
         listed = n + lane < count
         j = tl.load(keys + n + lane, mask=listed, other=0)
         end = tl.load(ends + j, mask=listed, other=0)
@@ -118,18 +124,17 @@ def forward_kernel(
             j = j.to(tl.int64)
         k = gather(k_base, j, k_t, D, BLOCK_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        s = tl.where(sees, s * scale2, float("-inf"))
+        s = tl.where(sees, s * scale2, HIDDEN)
         new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
+        p = tl.exp2(s - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v = gather(v_base, j, v_t, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
 
-    some = total > 0.0
+    some = top > 0.5 * HIDDEN
     if PADDED:
         some = some & (tl.load(REAL + b * T + query, mask=row_ok, other=0) != 0)
     safe = tl.where(some, total, 1.0)

@@ -10,6 +10,9 @@ blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -141,3 +144,27 @@ def alive_lists_triton(end: Tensor, block: int, expected: int) -> tuple[AliveLis
         )
         parent, parent_count = index, count
     return AliveLists(index, full, count, block), most, rooms
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def begin_reading(x: Tensor) -> Callable[[], list[int]]:
+    """Begin to copy `x`; the result waits for the work before this call, not for what is launched later."""
+    if not x.is_cuda:
+        return x.tolist
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    side = _side_stream(x.device)
+    side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(side):
+        host.copy_(x, non_blocking=True)
+        copied = side.record_event()
+    x.record_stream(side)
+
+    def wait() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return wait

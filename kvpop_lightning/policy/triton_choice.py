@@ -31,15 +31,15 @@ def choose_backend(backend: str, tensor: Tensor, *, work: str, otherwise: str, r
     """
     if backend not in ("auto", "triton"):
         return backend
-    reason = _missing(tensor.device.type) or refusal
+    reason = missing(tensor) or refusal
     if backend == "triton":
         if reason:
             raise UserError(f'backend "triton" of {work}: {reason}; use backend="auto" or "{otherwise}"')
         return backend
     if not reason and tensor.is_cuda:
-        _say(work, "triton", "CUDA tensors and triton are there")
+        say(work, "triton", "CUDA tensors and triton are there")
         return "triton"
-    _say(work, otherwise, reason or "these tensors are not on a GPU")
+    say(work, otherwise, reason or "these tensors are not on a GPU")
     return otherwise
 
 
@@ -52,11 +52,14 @@ def triton_refusal(query: Tensor) -> str:
     return ""
 
 
-def _missing(device: str) -> str:
+def missing(tensor: Tensor) -> str:
+    """Why no Triton kernel runs on `tensor`, whatever it is ("" = one can)."""
     if not _importable():
         return "triton is not installed"
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"triton needs a CUDA tensor, this one is on {device}"
+    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"triton needs a CUDA tensor, this one is on {tensor.device.type}"
+    if tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) < (8, 0):
+        return "triton kernels need a GPU of compute capability 8.0 or newer"
     return ""
 
 
@@ -66,6 +69,6 @@ def _importable() -> bool:
 
 
 @cache
-def _say(work: str, chosen: str, reason: str) -> None:
+def say(work: str, chosen: str, reason: str) -> None:
     """Once per choice and reason."""
     _log.info("%s: backend %s (%s)", work, chosen, reason)

@@ -30,17 +30,21 @@ class Tile(NamedTuple):
     bulk: bool
 
 
-def default_tile(dtype: torch.dtype, head_dim: int) -> Tile:
-    """The shapes that the tests check on an H200.
-
-    Not the fastest that was timed: for D 128, 64 keys by 128 queries with bulk copies, 4 warps and 3 stages
-    took 0.7 of the time (docs/policy_kernels.json), but no test has compared its values on a GPU yet.
-    """
+def default_tile(dtype: torch.dtype, head_dim: int, *, future: bool) -> Tile:
+    """The fastest that was timed on an H200 (docs/policy_kernels.json): of the target pass (`future`, keys
+    held and queries streamed), or of the normaliser (queries held)."""
     if dtype == torch.float32:
         return Tile(64, 32, 4, 2, False)
     if head_dim > 128:
         return Tile(64, 64, 4, 2, False)
-    return Tile(128, 128, 8, 3, False)
+    return Tile(64, 128, 4, 3, True) if future else Tile(128, 64, 8, 4, True)
+
+
+def usable_tile(tile: Tile, x: Tensor) -> Tile:
+    """Without bulk copies where the memory of the streamed side `x` does not fit them (steps of 16 bytes)."""
+    bytes_apart = [step * x.element_size() for step in x.stride()[:3]]
+    fits = all(step % 16 == 0 for step in (x.data_ptr(), *bytes_apart))
+    return tile if fits else tile._replace(bulk=False)
 
 
 def inner_contiguous(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from kvpop_lightning.policy.triton_stream import (
     stream_bounds,
     stream_rows,
     streamed,
+    usable_tile,
 )
 
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -48,7 +49,7 @@ def dense_log_normalizer_triton(
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=query.device)
     if out.numel() == 0:
         return out
-    tile = tile or default_tile(query.dtype, head_dim)
+    tile = usable_tile(tile or default_tile(query.dtype, head_dim, future=False), key)
     block_d = max(16, triton.next_power_of_2(head_dim))
     low = high = pads = real = out
     packed = layout is not None and layout.packed
@@ -92,7 +93,7 @@ def future_attention_target_triton(
     valid = torch.empty(batch, kv_heads, length, dtype=torch.bool, device=query.device)
     if target.numel() == 0:
         return target, valid
-    tile = tile or default_tile(query.dtype, head_dim)
+    tile = usable_tile(tile or default_tile(query.dtype, head_dim, future=True), query)
     block_d = max(16, triton.next_power_of_2(head_dim))
     low = high = count = pads = real = target
     packed = layout is not None and layout.packed

@@ -233,7 +233,7 @@ def test_auto_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_auto_says_once_why(caplog: pytest.LogCaptureFixture) -> None:
-    choice._say.cache_clear()
+    choice.say.cache_clear()
     priority = torch.randn(1, 2, 40)
     with caplog.at_level(logging.INFO, logger=choice.__name__):
         for _ in range(3):
