@@ -1,4 +1,4 @@
-"""Decoding on a GPU: correctness of the step kernels, then latency and memory against length and batch.
+"""The step kernels on a GPU: correctness, tiles and launches (`kvpop bench decode` compares policies).
 
 `PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense]`; weights are random, of the
 shapes of Qwen3-4B. The generated length is set by the rows' position counters: slots full, as after that many
@@ -7,9 +7,7 @@ tokens; nothing in a step depends on the length otherwise, and `steps` real step
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -21,74 +19,15 @@ import torch
 from kvpop_lightning import BoundedCache, retrofit
 from kvpop_lightning.cache.step_state import StepState
 from kvpop_lightning.cache.triton_step import Launch
+from kvpop_lightning.generation.bench.models import qwen3_4b
+from kvpop_lightning.generation.bench.states import filled_state, move_to
+from kvpop_lightning.generation.bench.timing import replay_times
 from kvpop_lightning.generation.fused import FusedDecoder, Options, Tiles, capture
 from kvpop_lightning.models.tiny import tiny_model
 from kvpop_lightning.policy import Budget
 
-QWEN3_4B = {
-    "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-}  # fmt: skip
 BUDGET = Budget(4, 256, 3836)
 LENGTHS = (4096, 16384, 32768, 65536, 131072)
-
-
-def big_model() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_4B)).eval()
-    torch.set_default_dtype(torch.float32)
-    return model
-
-
-def filled_state(budget: Budget, rows: int, seen: int, policy: Any) -> StepState:
-    """A cache whose slots hold random keys and values, as after `seen` tokens."""
-    scorer = None if policy is None else policy.layer_scorer(0)
-    layers, heads = QWEN3_4B["num_hidden_layers"], QWEN3_4B["num_key_value_heads"]
-    state = StepState.empty(
-        budget, layers=layers, rows=rows, heads=heads, head_dim=128, dtype=torch.bfloat16, device="cuda",
-        memory=None if scorer is None else scorer.init_state(1, "cuda"),
-    )  # fmt: skip
-    for layer in range(layers):
-        state.keys[layer].normal_()
-        state.values[layer].normal_()
-    move_to(state, seen, policy)
-    return state
-
-
-def move_to(state: StepState, seen: int, policy: Any) -> None:
-    """Rows as after `seen` tokens: residents spread over all that have left the window."""
-    topk = state.budget.topk
-    left = max(seen - state.budget.window - state.budget.sink, 0)
-    position = torch.linspace(0, max(left - 1, 0), topk, device="cuda").int() + state.budget.sink
-    state.position.copy_(position.expand_as(state.position))
-    if policy is not None:
-        for layer in range(state.keys.shape[0]):
-            score = torch.randn(state.position[layer].shape, device="cuda")
-            state.priority[layer].copy_(policy.priority(layer, score, state.position[layer].long()))
-    state.seen.fill_(seen)
-
-
-def replay_times(graph: torch.cuda.CUDAGraph, steps: int, before: Any = None) -> dict[str, float]:
-    """Median and 95th percentile of one step, and of steps back to back, ms."""
-    for _ in range(5):
-        graph.replay()
-    torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    each = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
-    return {
-        "median_ms": round(statistics.median(each), 4),
-        "p95_ms": round(each[int(0.95 * (len(each) - 1))], 4),
-        "mean_ms": round(marks[0].elapsed_time(marks[-1]) / steps, 4),
-    }
 
 
 def check() -> dict[str, Any]:
@@ -188,7 +127,7 @@ def tile_time(name: str, weights: list[Any], norm: Any, rows: int, block: int, w
 
 def tune(model: Any) -> dict[str, Any]:
     """Each matrix-vector product over all layers, microseconds a launch and TB/s, per tile."""
-    decoder = FusedDecoder(model, filled_state(Budget(1, 64, 1), 1, 100, None), None)
+    decoder = FusedDecoder(model, filled_state(model, Budget(1, 64, 1), 1, 100, None), None)
     found: dict[str, Any] = {}
     shapes = {"qkv": "qkv", "output": "output", "gated": "gate_up", "down": "down", "head": None}
     for name, attribute in shapes.items():
@@ -214,7 +153,7 @@ def measure(
     model: Any, policy: Any, budget: Budget, rows: int, lengths: Any, options: Options, steps: int = 60
 ) -> Any:
     """Latency by length, with the peak memory of those steps."""
-    state = filled_state(budget, rows, lengths[0], policy)
+    state = filled_state(model, budget, rows, lengths[0], policy)
     decoder = FusedDecoder(model, state, policy, options=options)
     graph = capture(decoder)
     results = []
@@ -256,7 +195,7 @@ def main() -> None:
 
     if "check" in wanted:
         section("check", check)
-    model = big_model()
+    model = qwen3_4b()
     tiles = Tiles()
     if "tune" in wanted:
         tuned = section("tune", lambda: tune(model))

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpop_lightning.commands import COMMANDS, Command, load_command
 from kvpop_lightning.config.choices import CHOICES
+from kvpop_lightning.config.compose import OWN_KEYS
 from kvpop_lightning.config.describe import settings, top_groups
 from kvpop_lightning.config.files import names
 
@@ -49,7 +50,7 @@ def of_command(name: str, command: Command) -> str:
     lines += ["", "Common settings (type, default of the schema):"]
     for key in command.KEYS:
         setting = settings()[key]
-        shown = key.removeprefix("generate.") if name == "generate" else key
+        shown = key.removeprefix(f"{OWN_KEYS.get(name)}.")
         lines.append(f"  {shown}  {setting.expected}, {_default(setting.default)}")
         if setting.doc:
             lines += _wrapped("      ", setting.doc.replace("`", ""))

@@ -32,7 +32,9 @@ def _is_slow(command: str) -> bool:
 
 
 def _run(words: list[str], timeout: int = 600) -> str:
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 

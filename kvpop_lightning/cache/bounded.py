@@ -300,6 +300,10 @@ class BoundedCache(Cache):
                 layer.reset()
         self._seen, self._padded, self._spans, self._attended = None, False, None, 0
 
+    def resume(self, seen: Tensor) -> None:
+        """Its layers were filled by hand with what `seen` int64 [B] real tokens of each row left."""
+        self._seen, self._padded, self._spans, self._attended = seen, False, None, 0
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for layer in self._bounded:
             layer.reorder_cache(beam_idx)

@@ -94,6 +94,40 @@ class StepState:
                 tensor[index, row].copy_(layer.state[name][0])
         self.seen[row] = cache.tokens_per_row[0]
 
+    @torch.no_grad()
+    def give_back(self, row: int, model: Any) -> BoundedCache:
+        """A cache for `model` that stands where the row stands: the inverse of `take_over`."""
+        cache = BoundedCache(model, record=False)
+        policy: Any = cache.policy
+        budget, seen = self.budget, int(self.seen[row])
+        slot = torch.arange(budget.window, device=self.seen.device)
+        ring = seen - 1 - (seen - 1 - slot) % budget.window  # position of the token in each ring slot
+        for index, layer in enumerate(cache.layers):
+            assert isinstance(layer, BoundedLayer)
+            key, value = self.keys[index, row][None], self.values[index, row][None]
+            layer.prepare(key, value, None)
+            assert layer.keys is not None
+            assert layer.values is not None
+            layer.keys.copy_(key)
+            layer.values.copy_(value)
+            layer.position.copy_(self.position[index, row])
+            offset = policy.priority(index, torch.zeros_like(layer.score), layer.position)
+            layer.score.copy_(self.priority[index, row] - offset)
+            if self.waiting.shape[-1]:
+                layer.waiting_score.copy_(self.waiting[index, row])
+            elif not layer.scorer.stateful:  # the kernels score a token when it leaves, the cache before
+                window = slice(0, budget.window)
+                score = policy.score(
+                    index, key[:, :, window], value[:, :, window], None, position=ring[None].clamp(min=0),
+                    document_ids=None,
+                )  # fmt: skip
+                layer.waiting_score.copy_(score)
+            for name, tensor in self.memory.items():
+                layer.state[name].copy_(tensor[index, row])
+            layer.columns = seen
+        cache.resume(torch.tensor([seen], device=self.seen.device))
+        return cache
+
     def snapshot(self, row: int) -> dict[str, Tensor]:
         """A copy of one row, for `restore`."""
         return {n: (t[row] if n == "seen" else t[:, row]).clone() for n, t in self.tensors().items()}

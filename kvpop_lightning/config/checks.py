@@ -17,7 +17,7 @@ from kvpop_lightning.config.describe import settings
 from kvpop_lightning.config.memory import mlstm_cost_in_keys
 from kvpop_lightning.config.schema import Config
 
-WITHOUT_EVALUATION = ("data", "generate", "doctor", "ui", "runs")
+WITHOUT_EVALUATION = ("data", "generate", "chat", "export", "bench", "doctor", "ui", "runs")
 """Commands that never evaluate: `eval.*` need not fit the budget there."""
 
 
@@ -105,8 +105,18 @@ BOUNDS: dict[str, _Bounds] = {
     "tracking.peak_tflops": _POSITIVE,
     "generate.max_new_tokens": _COUNT,
     "generate.temperature": _Bounds(0, hint="0 = greedy"),
+    "generate.top_k": _Bounds(0, hint="0 = all"),
     "generate.top_p": _SHARE,
+    "generate.min_p": _Bounds(0, 1),
+    "generate.samples": _COUNT,
+    "generate.slots": _COUNT,
     "generate.chunk": _COUNT,
+    "bench.budget": _Bounds(9, hint="4 sinks, a window and the rest"),
+    "bench.steps": _COUNT,
+    "bench.warmup": _NATURAL,
+    "bench.reduction": _Bounds(1, hint="1 = nothing is closed"),
+    "bench.prompt": _Bounds(0, hint="0 = none"),
+    "bench.chunk": _COUNT,
     "sweep.workers": _Bounds(0, hint="0 = only make the study"),
     "sweep.trials": _COUNT,
     "sweep.time_limit_s": _POSITIVE,

@@ -69,6 +69,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "cuda", "mps"),
     "eval.policies": POLICIES,
     "tracking.checkpoints": ("none", "policy", "all"),
+    "generate.backend": ("auto", "graph", "plain"),
+    "bench.shapes": ("auto", "tiny", "qwen3-4b", "configured"),
+    "bench.contestants": (*(name for name in POLICIES if name != "oracle"), "library", "static"),
     "train_policies": TRAINED_POLICIES,
 }
 

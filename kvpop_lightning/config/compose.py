@@ -30,8 +30,8 @@ FREE_TEXT = ("generate.prompt", "generate.system")
 """Keys whose `${...}` is text, not a reference to another key: they go past OmegaConf."""
 
 
-OWN_KEYS = ("generate", "sweep", "ablate")
-"""Commands that take the keys of their own group without its name in front (`storage=...`)."""
+OWN_KEYS = {name: name for name in ("generate", "sweep", "ablate", "export", "bench")} | {"chat": "generate"}
+"""Commands that take the keys of a group without its name in front (`storage=...`), and the group."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def compose(
 
     Args:
         command_line: `key=value` words.
-        command: name of the command; `generate` and `sweep` take their own keys without their name in front,
+        command: name of the command; those of OWN_KEYS take their keys without the group's name in front,
             and checks that do not concern a command are left out. None = every check.
         default_experiment: experiment when the command line names none (`kvpop demo`).
         sweep_point: values of one sweep trial by dotted key.
@@ -119,8 +119,8 @@ def _split(words: Sequence[str], command: str | None, problems: list[str]) -> li
         elif key.startswith("-"):
             problems.append(f"'{key}': keys take no dashes; write {key.lstrip('-')}={value}")
         else:
-            own = f"{command}.{key.strip()}"
-            name = own if command in OWN_KEYS and own in settings() else key.strip()
+            own = f"{OWN_KEYS.get(command or '')}.{key.strip()}"
+            name = own if own in settings() else key.strip()
             pairs.append((SHORT.get(name, name), value))
     return pairs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from kvpop_lightning.config import schema, schema_data, schema_gates, schema_sweeps
+from kvpop_lightning.config import schema, schema_data, schema_gates, schema_generate, schema_sweeps
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _default(item: Field[Any]) -> Any:
 @cache
 def _docs() -> dict[str, dict[str, str]]:
     """The string under each field, read from the source: attribute docstrings do not exist at run time."""
-    modules = (schema, schema_data, schema_gates, schema_sweeps)
+    modules = (schema, schema_data, schema_gates, schema_generate, schema_sweeps)
     sources = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules]
     docs: dict[str, dict[str, str]] = {}
     for node in (node for source in sources for node in ast.parse(source).body):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvpop_lightning.config.schema_data import DataConfig
 from kvpop_lightning.config.schema_gates import GateConfig, GateTrainingConfig
+from kvpop_lightning.config.schema_generate import BenchConfig, ExportConfig, GenerateConfig
 from kvpop_lightning.config.schema_sweeps import AblateConfig, SweepConfig
 
 
@@ -232,24 +233,6 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
-    prompt: str | None = None
-    """The text to answer; `-` = read standard input."""
-    system: str | None = None
-    """System message before it."""
-    max_new_tokens: int = 256
-    """Tokens to generate at most."""
-    temperature: float = 0.0
-    """0 = greedy."""
-    top_p: float = 1.0
-    """Share of the probability mass to sample from."""
-    chunk: int = 256
-    """Prompt tokens per prefill chunk."""
-    chat_template: bool = True
-    """Wrap the prompt as a chat message when the tokenizer knows how."""
-
-
-@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -259,6 +242,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
     experiment: str | None = None

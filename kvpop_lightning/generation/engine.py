@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpop_lightning.errors import UserError
-from kvpop_lightning.generation.runners import Runner, make_runner
+from kvpop_lightning.generation.runners import Held, Runner, make_runner
 from kvpop_lightning.generation.sampling import Sampling, choose
 from kvpop_lightning.generation.text import TextStream
 
@@ -27,6 +27,17 @@ class Completion:
     text: str = ""
     finish: str | None = None
     """`end` (the model's end token), `stop` (a stop string), `length`, `positions`, `cancelled`."""
+    slot: int = -1
+    kept: Any = field(default=None, repr=False)
+    """What the text left behind, when it was asked for: `submit(after=...)` goes on from there."""
+
+    unread: list[int] = field(default_factory=list)
+    """Tokens of it that the model has not read: the last one, unless the end token came behind it."""
+
+    @property
+    def position(self) -> int:
+        """Tokens read: the prompt's and its own, those `unread` left out."""
+        return self.prompt_tokens + len(self.tokens) - len(self.unread)
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class _Waiting:
     request: int
     tokens: list[int]
     settings: Sampling
+    after: Completion | None = None
+    keep: bool = False
     sample: int = 0
     read: tuple[Any, Tensor] | None = None
 
@@ -53,6 +66,7 @@ class _Running:
     numbers: random.Random
     logits: Tensor
     text: TextStream | None
+    keep: bool
 
 
 class Engine:
@@ -66,6 +80,7 @@ class Engine:
         backend: see `make_runner`.
         beyond_positions: read and generate past the model's trained positions (else a prompt that fills
             them is refused, and a continuation ends at them with `finish="positions"`).
+        on_read: called after each chunk of a prompt with the tokens read so far and the cache they are in.
 
     The tokens of a request depend on its prompt, settings and seed, never on what runs beside it.
     """
@@ -73,11 +88,12 @@ class Engine:
     def __init__(
         self, model: Any, tokenizer: Any = None, *, slots: int = 8, chunk: int = 256, backend: str = "auto",
         beyond_positions: bool = False, runner: Runner | None = None,
+        on_read: Callable[[int, Any], None] | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("slots", slots), ("chunk", chunk)):
             if value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
-        self.model, self.tokenizer, self.chunk = model, tokenizer, chunk
+        self.model, self.tokenizer, self.chunk, self.on_read = model, tokenizer, chunk, on_read
         self.runner = runner or make_runner(model, slots, backend)
         positions = getattr(model.config, "max_position_embeddings", None)
         self.positions = None if beyond_positions else positions
@@ -91,12 +107,20 @@ class Engine:
         self._running: dict[int, _Running] = {}
         self._requests = 0
 
-    def submit(self, prompt: str | Sequence[int], settings: Sampling | None = None) -> int:
+    def submit(
+        self, prompt: str | Sequence[int], settings: Sampling | None = None, *,
+        after: Completion | None = None, keep: bool = False,
+    ) -> int:  # fmt: skip
         """Puts a prompt in the queue; returns the request's number.
+
+        Args:
+            after: an ended continuation that was kept: the prompt goes on behind it, in the cache it left
+                (once; what it keeps is used up).
+            keep: keep what each continuation leaves behind (`Completion.kept`), also when it is cancelled.
 
         Raises:
             UserError: an empty prompt, one that fills the model's positions, text or stop strings without a
-                tokenizer.
+                tokenizer, an `after` that keeps nothing.
         """
         settings = settings or Sampling()
         if self.tokenizer is None and (isinstance(prompt, str) or settings.stop):
@@ -108,13 +132,19 @@ class Engine:
         tokens = [int(token) for token in prompt]
         if not tokens:
             raise UserError("the prompt is empty: give at least one token")
-        if self.positions is not None and len(tokens) >= self.positions:
+        start = 0
+        if after is not None:
+            if after.finish is None or after.kept is None:
+                raise UserError("nothing is kept of that continuation: submit it with keep=True, and wait")
+            tokens, start = after.unread + tokens, after.position
+        if self.positions is not None and start + len(tokens) >= self.positions:
+            behind = f" behind {start} others" if start else ""
             raise UserError(
-                f"the prompt has {len(tokens)} tokens, the model {self.positions} positions: shorten it, or "
-                "pass beyond_positions=True to read on past what the model was trained for"
+                f"the prompt has {len(tokens)} tokens{behind}, the model {self.positions} positions: shorten "
+                "it, or pass beyond_positions=True to read on past what the model was trained for"
             )
         number, self._requests = self._requests, self._requests + 1
-        self._waiting.append(_Waiting(number, tokens, settings))
+        self._waiting.append(_Waiting(number, tokens, settings, after, keep))
         return number
 
     def cancel(self, request: int) -> None:
@@ -123,7 +153,7 @@ class Engine:
         for slot, one in list(self._running.items()):
             if one.completion.request == request:
                 one.completion.finish = "cancelled"
-                del self._running[slot]
+                self._leave(slot)
 
     @property
     def busy(self) -> bool:
@@ -148,11 +178,20 @@ class Engine:
             if one.completion.finish is None:
                 going[slot] = token
             else:
-                del self._running[slot]
+                self._leave(slot)
         if going:
             for slot, logits in self.runner.step(going).items():
                 self._running[slot].logits = logits
         return pieces
+
+    def held(self, completion: Completion) -> Held:
+        """What its slot holds now; once it has ended, until another text takes the slot."""
+        return self.runner.held(completion.slot)
+
+    def _leave(self, slot: int) -> None:
+        one = self._running.pop(slot)
+        if one.keep:
+            one.completion.kept = self.runner.take(slot)
 
     def _accept(self, one: _Running, token: int) -> str:
         """Takes the token into the continuation and decides whether that ends; returns the new text."""
@@ -169,6 +208,8 @@ class Engine:
                 done.finish = "length"
             elif self.positions is not None and done.prompt_tokens + len(done.tokens) >= self.positions:
                 done.finish = "positions"
+        if done.finish not in (None, "end"):
+            done.unread = [token]
         if done.finish is not None and one.text is not None:
             text += one.text.rest()
             if one.text.stopped and done.finish in ("end", "length", "positions"):
@@ -180,21 +221,29 @@ class Engine:
         free = [slot for slot in range(self.runner.slots) if slot not in self._running]
         while free and self._waiting:
             first = self._waiting[0]
+            start, text = 0, None
+            if first.after is not None:
+                start = first.after.position
+                if first.read is None:
+                    text, first.after.kept = first.after.kept, None
             if first.read is None:
-                first.read = self.runner.read(first.tokens, self.chunk)
+                first.read = self.runner.read(first.tokens, self.chunk, text, self.on_read)
             slot = free.pop(0)
             self.runner.put(slot, first.read[0])
-            done = Completion(first.request, first.sample, len(first.tokens))
-            text = None if self.tokenizer is None else TextStream(self.tokenizer, first.settings.stop)
+            done = Completion(first.request, first.sample, start + len(first.tokens), slot=slot)
+            stream = None if self.tokenizer is None else TextStream(self.tokenizer, first.settings.stop)
             numbers = first.settings.numbers(first.sample)
-            self._running[slot] = _Running(done, first.settings, numbers, first.read[1], text)
+            self._running[slot] = _Running(done, first.settings, numbers, first.read[1], stream, first.keep)
             first.sample += 1
             if first.sample == first.settings.samples:
                 self._waiting.popleft()
 
-    def stream(self, prompt: str | Sequence[int], settings: Sampling | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: str | Sequence[int], settings: Sampling | None = None, *,
+        after: Completion | None = None, keep: bool = False,
+    ) -> Iterator[Piece]:  # fmt: skip
         """The pieces of one request as they come; leaving the loop early cancels it."""
-        number = self.submit(prompt, settings)
+        number = self.submit(prompt, settings, after=after, keep=keep)
         left = (settings or Sampling()).samples
         try:
             while left:

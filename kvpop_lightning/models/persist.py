@@ -28,6 +28,8 @@ from kvpop_lightning.policy.retention import RetentionPolicy
 FORMAT = 1
 """Version of the folder's layout; raised when an old reader would misread a new folder."""
 DESCRIPTION, WEIGHTS = "kvpop.json", "kvpop.safetensors"
+CONFIG, CONFIG_KEY = "config.json", "kvpop"
+"""Where an exported folder repeats format and policy (`models/export.py`)."""
 
 
 def save(model: Any, path: str | Path, *, base_weights: bool | None = None, **kwargs: Any) -> None:
@@ -85,6 +87,7 @@ def _save_base(model: Any, folder: Path, **kwargs: Any) -> None:
     state = model.state_dict() if given is None else given
     kwargs["state_dict"] = {n: t for n, t in state.items() if not n.startswith("kvpop.")}
     original: Any = runtime_of(model).original_class
+    model.config.__dict__.pop(CONFIG_KEY, None)  # an export that the base was read from, another policy's
     original.save_pretrained(model, folder, **kwargs)
 
 
@@ -157,7 +160,23 @@ def _read_description(path: Path) -> dict[str, Any]:
         missing = [f"{part}.{key}" for key in keys if key not in description.get(part, {})]
         if part not in description or missing:
             raise UserError(f"{file} lacks {', '.join(missing) or part}: save the model again")
+    _check_config(path, description)
     return description
+
+
+def _check_config(path: Path, description: dict[str, Any]) -> None:
+    """An exported folder says the same twice; edited in one place it would mislead."""
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / CONFIG} cannot be read: {error}; save the model again") from error
+    said = config.get(CONFIG_KEY)
+    if said is not None and said != {"format": description["format"], "policy": description["policy"]}:
+        raise UserError(
+            f"{path / CONFIG} and {DESCRIPTION} beside it describe different policies: export the model again"
+        )
 
 
 def _load_weights(policy: RetentionPolicy, file: Path) -> None:
@@ -205,6 +224,10 @@ def _find_base(path: Path, about: dict[str, Any], base: Any) -> Any:
 def _from_pretrained(name: str, about: dict[str, Any]) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, about["dtype"]))
+    except RuntimeError as error:  # what the library raises for weights of other shapes
+        raise UserError(
+            f"the weights of base model {name!r} have other shapes than its config.json says: save it again"
+        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         line = str(error).strip().splitlines()[0]
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from kvpop_lightning.cli import main
-from kvpop_lightning.commands.generate import with_cache_policy
-from kvpop_lightning.commands.generation import Progress, _TextStream, encode, sample, stream
+from kvpop_lightning.commands.generate import generate, with_cache_policy
+from kvpop_lightning.commands.generation import Progress, encode
 from kvpop_lightning.config import Config, compose
 from kvpop_lightning.config.schema import GenerateConfig
+from kvpop_lightning.generation.text import TextStream
 from kvpop_lightning.models import load_model, retrofit
 from kvpop_lightning.policy import Budget
 
@@ -34,7 +35,10 @@ def configure(*words: str) -> Config:
 def generated(config: Config) -> tuple[str, list[Progress], Any, Any]:
     model, tokenizer = load_model(config.model)
     model = with_cache_policy(model, config)
-    pieces = list(stream(model, tokenizer, PROMPT, config))
+    pieces: list[tuple[str, Progress]] = []
+    generate(
+        model, tokenizer, PROMPT, config, lambda sample, text, state, ended: pieces.append((text, state))
+    )
     return "".join(piece for piece, _ in pieces), [state for _, state in pieces], model, tokenizer
 
 
@@ -44,7 +48,7 @@ def generated(config: Config) -> tuple[str, list[Progress], Any, Any]:
 def test_text_is_that_of_the_librarys_generate(words: list[str]) -> None:
     config = configure(*words)
     text, _, model, tokenizer = generated(config)
-    ids = encode(tokenizer, PROMPT, config.generate)
+    ids = torch.tensor([encode(tokenizer, PROMPT, config.generate)])
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
     assert text
@@ -58,7 +62,7 @@ def test_prompt_chunks_change_nothing() -> None:
 def test_figures_beside_the_text() -> None:
     config = configure("policy=random+decay", "chunk=10")
     _, states, model, tokenizer = generated(config)
-    prompt_tokens = encode(tokenizer, PROMPT, config.generate).shape[1]
+    prompt_tokens = len(encode(tokenizer, PROMPT, config.generate))
     assert [state.tokens_seen for state in states[: -(-prompt_tokens // 10)]][-1] == prompt_tokens
     assert max(state.keys_held for state in states) == 16
     assert len({state.bytes_held for state in states}) == 1  # allocated once
@@ -101,25 +105,43 @@ def test_a_trained_policy_is_used(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-def test_sampling() -> None:
-    logits = torch.tensor([0.0, 3.0, 2.0, -5.0])
-    generator = torch.Generator().manual_seed(0)
-    settings = GenerateConfig()
-    assert sample(logits, settings, generator) == 1
-    drawn = {sample(logits, replace(settings, temperature=1.0), generator) for _ in range(200)}
-    assert {1, 2} <= drawn
-    assert {sample(logits, replace(settings, temperature=1.0, top_p=0.5), generator) for _ in range(50)} == {
-        1
-    }
-    assert {sample(logits, replace(settings, temperature=9.0, top_p=0.7), generator) for _ in range(200)} == {
-        0,
-        1,
-        2,
-    }
-    again = [
-        sample(logits, replace(settings, temperature=1.0), torch.Generator().manual_seed(3)) for _ in range(2)
-    ]
-    assert again[0] == again[1]
+@pytest.mark.parametrize("policy", ["random", "full"])
+def test_samples_and_stop_strings(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+    words = [*TINY, f"policy={policy}", f"prompt={PROMPT}", "max_new_tokens=12", "ignore_eos=true"]
+    words += ["temperature=1.5", "samples=3", "seed=4"]
+    texts = []
+    for slots in ("slots=1", "slots=3"):
+        assert main(["generate", *words, slots]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    parts = [part.partition("\n")[2] for part in texts[0].split("--- sample ")[1:]]
+    assert len(set(parts)) == 3
+    alone = [word for word in words if not word.startswith("samples")]
+    assert main(["generate", *alone]) == 0
+    whole = capsys.readouterr().out
+    assert whole == parts[0]
+    stop = whole.strip()[3]
+    assert main(["generate", *alone, f"stop=[{json.dumps(stop)}]"]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
+    assert main(["generate", *alone, "seed=5"]) == 0
+    assert capsys.readouterr().out != whole
+
+
+@pytest.mark.parametrize("word", ["top_k=-1", "min_p=1.5", "samples=0", "backend=fast", "top_p=0"])
+def test_impossible_settings_are_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *TINY, f"prompt={PROMPT}", word]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: generate.{word}")
+
+
+def test_a_prompt_past_the_positions_is_refused_or_read_on_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*TINY, "policy=random", "prompt=" + "word " * 900, "max_new_tokens=2"]
+    assert main(["generate", *words]) == 2
+    assert "4096 positions" in capsys.readouterr().err
+    assert main(["generate", *words, "beyond_positions=true"]) == 0
+    assert "16 keys held" in capsys.readouterr().err
 
 
 class Bytes:
@@ -133,18 +155,18 @@ class Bytes:
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
         self.text, self.options = text, kwargs
-        return {"input_ids": torch.tensor([list(text.encode())])}
+        return {"input_ids": list(text.encode())}
 
 
 def test_text_never_shows_half_a_character() -> None:
     text = "naïve → 日本 🙂 end"
-    screen = _TextStream(Bytes())
+    screen = TextStream(Bytes())
     pieces = [screen.push(byte) for byte in text.encode()] + [screen.rest()]
     assert "".join(pieces) == text
     assert not any("�" in piece for piece in pieces)
-    screen = _TextStream(Bytes())
+    screen = TextStream(Bytes())
     assert [screen.push(byte) for byte in "🙂".encode()[:2]] == ["", ""]
     assert "�" in screen.rest()  # cut off by max_new_tokens
 

@@ -19,6 +19,7 @@ from kvpop_lightning import cli
 from kvpop_lightning.cli import main
 from kvpop_lightning.commands import COMMANDS, Call, load_command
 from kvpop_lightning.config import compose, to_yaml
+from kvpop_lightning.config.compose import OWN_KEYS
 from kvpop_lightning.config.describe import settings
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import Terminated, UserError
@@ -91,7 +92,7 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert command.SUMMARY in text
     assert set(command.KEYS) <= set(settings())
     for key in command.KEYS:
-        shown = key.removeprefix("generate.") if name == "generate" else key
+        shown = key.removeprefix(f"{OWN_KEYS.get(name)}.")
         line = next(line for line in text.splitlines() if line.startswith(f"  {shown}  "))
         assert json.dumps(settings()[key].default) in line
     assert "policy=" in text
@@ -274,7 +275,7 @@ def test_ui_starts_mlflow_on_the_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr("kvpop_lightning.commands.ui.serve", lambda words: started.extend(words) or 0)
+    monkeypatch.setattr("kvpop_lightning.commands.ui.serve", lambda words, ports: started.extend(words) or 0)
     assert main(["ui", "tracking.uri=http://ann:secret@host:5000"]) == 0
     assert capsys.readouterr().out == "open http://***@host:5000\n"
     (tmp_path / "mlflow.db").touch()
