@@ -99,14 +99,24 @@ def eviction_block_mask(eviction_time: Tensor, document_ids: Tensor | None, quer
     if real is not None:
         clean = F.pad(real, (0, short), value=True).view(B, 1, blocks, 1, BLOCK).all(-1)
         full = full & clean
-    lists = []
-    for kind in (some & ~full, full):
-        kind = kind.repeat_interleave(group, dim=1)
-        index = kind.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        lists += [kind.sum(-1, dtype=torch.int32), index.to(torch.int32)]
+    part_count, part_index = _listed(some & ~full, group)
+    full_count, full_index = _listed(full, group)
     return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=BLOCK, mask_mod=_sees(end, real, group), seq_lengths=(T, T)
+        part_count,
+        part_index,
+        full_count,
+        full_index,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_sees(end, real, group),
+        seq_lengths=(T, T),
     )
+
+
+def _listed(kind: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Blocks of one kind, bool [B, Hkv, blocks, blocks], as counts and indices per query head, int32."""
+    kind = kind.repeat_interleave(group, dim=1)
+    index = kind.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return kind.sum(-1, dtype=torch.int32), index.to(torch.int32)
 
 
 def _sees(end: Tensor, real: Tensor | None, group: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -133,6 +143,7 @@ def _attend(
     out, aux = flex_attention(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
+    assert aux.lse is not None
     return out, aux.lse
 
 
