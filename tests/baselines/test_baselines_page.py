@@ -77,6 +77,38 @@ def test_the_example_is_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(seen[0, 0, -1].nonzero()[:, 0].tolist()) == {0, 18, 19, *best.tolist()}
 
 
+def test_parameters_side_by_side_are_those_of_the_code() -> None:
+    """On SmolLM2's shapes; a matched gate has within one percent as many as the MLP scorer."""
+    stated = {
+        name.strip(): int(number.replace(",", ""))
+        for names, number in re.findall(r"^\| (.+?) \| ([\d,]+) \|$", PAGE, re.MULTILINE)
+        for name in re.sub(r"\(.*?\)", "", names).split(", ")
+    }
+
+    def count(name: str, **options) -> int:
+        policy = build_policy(
+            name,
+            Budget(4, 32, 92),
+            num_layers=30,
+            num_heads=3,
+            head_dim=64,
+            hidden_size=576,
+            **{"inputs": "kv_hidden", "width": 64} | options,
+        )
+        return sum(parameter.numel() for parameter in policy.parameters())
+
+    found = {
+        "kvpop_linear": count("kvpop_linear"),
+        "kvpop_mlp": count("kvpop_mlp"),
+        "kvpop_mlstm": count("kvpop_mlstm", inputs="kv", memory_dim=8, value_dim=8),
+        "dms": count("dms", gate_width=None),
+        "retention_gate": count("retention_gate", gate_width=None),
+        "dms as its authors": count("dms", gate_width=0),
+    }
+    assert {name: stated[name] for name in found} == found
+    assert found["dms"] == found["retention_gate"] == pytest.approx(found["kvpop_mlp"], rel=0.01)
+
+
 def test_bytes_of_a_stateless_policy() -> None:
     """4 D per slot, 12 per long-range slot, 4 per window slot, per KV head."""
     policy = build_policy("random", Budget(2, 5, 7), num_layers=1, num_heads=3, head_dim=8, hidden_size=4)
