@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpop_lightning.attention.flex import flex_sparse_attention, flex_unsupported
 from kvpop_lightning.attention.kernels import unsupported
 from kvpop_lightning.attention.reference import reference_attention
 from kvpop_lightning.attention.sdpa import sdpa_sparse_attention
@@ -110,6 +109,8 @@ def sparse_attention(
             "give one id per token, -1 for padding"
         )
     if backend in ("triton", "flex"):
+        from kvpop_lightning.attention.flex import flex_sparse_attention, flex_unsupported  # imports dynamo
+
         refusal = (
             unsupported(query, key, scale) if backend == "triton" else flex_unsupported(query, key, value)
         )
