@@ -31,6 +31,7 @@ from kvpop_lightning.sweeps.tickets import Progress, Tickets
 from kvpop_lightning.sweeps.worker import Worker, WorkPlan
 from kvpop_lightning.tracking import TrackedRun
 from kvpop_lightning.tracking.registry import register_trained
+from kvpop_lightning.training.exclusive import exclusive
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,11 @@ class SweepRun:
     def run(self) -> SweepOutcome:
         """Makes the study, works until its total, concludes. Ctrl-C gives running trials back and raises."""
         claim_folder(self.folder, self.study_name, self.address)
+        more = "`--worker` with its storage adds workers"
+        with exclusive(self.folder, "runs this sweep", f"wait for it; {more}"):  # two would conclude at once
+            return self._run()
+
+    def _run(self) -> SweepOutcome:
         storage = open_storage(self.address, self.settings.heartbeat_s)
         with one_at_a_time(self.folder / ".study.lock"):
             study = studies.create_study(storage, self.study_name, self.sweep, self.words)

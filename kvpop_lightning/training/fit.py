@@ -25,6 +25,7 @@ from kvpop_lightning.tracking.lightning_logger import RunLogger
 from kvpop_lightning.tracking.mlflow_run import current_run
 from kvpop_lightning.training.callbacks import GracefulStop, Throughput, TrainingCheckpoint
 from kvpop_lightning.training.dms import DMSModule, reduction_of
+from kvpop_lightning.training.exclusive import exclusive
 from kvpop_lightning.training.feature_store import Features
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest, dense_features
 from kvpop_lightning.training.forward import to_device
@@ -122,7 +123,9 @@ def train(
     if logger is None and run is not None:
         logger = RunLogger(run)
     job = _Job(config, model, data, fingerprint, [*callbacks, *own_callbacks], checkpoint, stop, logger)
-    metrics = job.run()
+    mend = "wait for it, or set run_dir to another folder"
+    with exclusive(None if config.trainer.fast_dev_run else checkpoint.folder, "trains", mend):
+        metrics = job.run()
     seconds = time.monotonic() - started
     metrics["seconds"] = seconds
     path = None

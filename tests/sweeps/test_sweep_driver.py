@@ -28,6 +28,7 @@ from kvpop_lightning.sweeps.show import SweepScreen
 from kvpop_lightning.sweeps.storage import open_storage, storage_address
 from kvpop_lightning.sweeps.tickets import Progress
 from kvpop_lightning.sweeps.worker import TrialView
+from kvpop_lightning.training.exclusive import exclusive
 
 FOLDER = Path("runs/sweeps/mine")
 
@@ -353,3 +354,15 @@ def test_a_folder_belongs_to_one_study(project: Path) -> None:
     assert not (project / "elsewhere.db").exists()
     assert (FOLDER / "trials.json").read_bytes() == before
     assert go(["trials=3"]).progress.complete
+
+
+def test_the_same_sweep_does_not_run_twice_at_once(project: Path) -> None:
+    write(project)
+    with (
+        exclusive(FOLDER, "runs this sweep", "wait"),
+        pytest.raises(
+            UserError, match=rf"process {os.getpid()} runs this sweep there: wait for it; .*--worker"
+        ),
+    ):
+        go()
+    assert go().progress.complete

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from training_cases import BUDGET, Rows
 from kvpop_lightning.config.schema import DistillConfig, TrainerConfig
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.training.callbacks import GracefulStop, RandomState, TrainingCheckpoint
+from kvpop_lightning.training.exclusive import exclusive
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest
 from kvpop_lightning.training.loader import StepLoader
 from kvpop_lightning.training.runtime import quiet_lightning
@@ -220,3 +223,31 @@ def test_half_a_checkpoint_is_taken_away(tmp_path: Path, error: Exception, said:
         TrainingCheckpoint(tmp_path, 0).save(Full())  # type: ignore[arg-type]
     assert str(tmp_path / "last.ckpt") in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused_until_its_process_ends(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; from pathlib import Path\n"
+            "from kvpop_lightning.training.exclusive import exclusive\n"
+            "with exclusive(Path(sys.argv[1]), 'trains', ''): print('held', flush=True); time.sleep(60)",
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"process {holder.pid} trains there: set run_dir"):
+            hold(tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+    hold(tmp_path)  # nobody tidied up
+
+
+def hold(folder: Path) -> None:
+    with exclusive(folder, "trains", "set run_dir"):
+        pass
