@@ -207,6 +207,7 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
                         seed=config.seed,
                         **(_rule_facts(model) if spec.reads_rope else {}),
                     )
+                _check_that_it_evicts(policy, budget, config.eval.reference_length)
             except UserError:
                 raise
             except ValueError as error:  # the table says so in its cell
@@ -218,6 +219,16 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
             key = {"policy": description, "weights": tensors_digest(policy.state_dict()), "base": base}
             found.append(Contestant(name, total, policy, own_model, key))
     return found
+
+
+def _check_that_it_evicts(policy: Any, budget: Budget, reference_length: int) -> None:
+    """A prompt that is exempt from the budget may be the whole row: the dense model under another name."""
+    prompt = getattr(policy.layer_scorer(0), "prompt_tokens", lambda _: 0)(budget)
+    if prompt >= reference_length:
+        raise ValueError(
+            f"holds a prompt of {prompt} tokens whole, which is the whole row of {reference_length}: nothing "
+            "would be evicted"
+        )
 
 
 def measured_bytes(

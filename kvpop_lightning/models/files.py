@@ -47,6 +47,7 @@ def move_into(stage: Path, target: Path, last: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     names = sorted(os.listdir(stage), key=lambda name: (name == last, name))
     for name in names:
+        shutil.copymode(stage / last, stage / name)  # safetensors writes for the owner alone
         os.replace(stage / name, target / name)
 
 
