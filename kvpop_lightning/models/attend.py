@@ -92,6 +92,7 @@ def _parallel(
     eviction: Tensor | None = None
     score: Tensor | None = None
     priority: Tensor | None = None
+    own = False
     if call.mode.dense:
         out = dense_attention(query, key, value, segments=call.segments, scale=scale)
     else:
@@ -100,7 +101,7 @@ def _parallel(
         else:
             eviction, score, priority = _decide(call, layer, query, key, value, hidden, scale)
         rule, budget = call.policy.layer_scorer(layer), call.policy.budget
-        if isinstance(rule, OwnAttention):
+        if own := isinstance(rule, OwnAttention):
             out = rule.attend_rows(
                 query, key, value, eviction, budget, document_ids=call.document_ids, scale=scale
             )
@@ -135,6 +136,7 @@ def _parallel(
                 score=r,
                 priority=p,
                 eviction=eviction,
+                own_attention=own,
             )
         )
     return out[:, :, start:]

@@ -42,6 +42,8 @@ class LayerObservation:
     """float64 [B, Hkv, T]; None in a dense or replayed forward."""
     eviction: Tensor | None
     """int64 [B, Hkv, T]; None in a dense forward."""
+    own_attention: bool = False
+    """The rule did not attend by eviction times alone (pages per query, sinks at moved places)."""
 
     @cached_property
     def lse(self) -> Tensor:
@@ -49,7 +51,15 @@ class LayerObservation:
         sparse.
 
         Computed when first read (one more pass over the logits), without gradient; -inf on padding.
+
+        Raises:
+            ValueError: the rule attends in its own way, which query, key and eviction times do not give back.
         """
+        if self.own_attention:
+            raise ValueError(
+                "no normaliser: this policy chooses or moves keys per query, its attention is not given by "
+                "eviction times (quest, streaming_llm_rotated); observe the dense forward instead"
+            )
         eviction = self.eviction
         if eviction is None:
             eviction = torch.full(self.key.shape[:3], NEVER, dtype=torch.int64, device=self.key.device)
