@@ -44,14 +44,17 @@ STYLES: dict[str, dict[str, Any]] = {
     "static": {"color": "#009E73", "marker": "d", "linestyle": "-."},
     "dms": {"color": "#CC79A7", "marker": "h", "linestyle": "-."},
 }
-_SPARE = ("#009E73", "#CC79A7", "#F0E442", "#999999")
+_SPARE = ("#009E73", "#CC79A7", "#B8A400", "#999999")
+_SPARE_MARKERS = ("x", "1", "p", "X", "2", "H", "+", "3", "8")
 _DPI = 130
 
 
 def style_of(policy: str) -> dict[str, Any]:
     known = STYLES.get(policy)
     if known is None:
-        known = {"color": _SPARE[sum(policy.encode()) % len(_SPARE)], "marker": "x", "linestyle": "--"}
+        turn = sum(policy.encode())  # the same in every figure
+        marker = _SPARE_MARKERS[turn % len(_SPARE_MARKERS)]
+        known = {"color": _SPARE[turn % len(_SPARE)], "marker": marker, "linestyle": "--"}
     return {
         **known,
         "linewidth": 2.4 if is_learned(policy) else 1.4,
@@ -166,7 +169,7 @@ def paired_differences(table: Sequence[Entry], path: str | Path) -> Path | None:
             axes.plot([center], [place], marker=style["marker"], color=style["color"], markersize=6)
         axes.axvline(0.0, color="#444444", linewidth=0.8)
         axes.set_yticks(range(len(order)), order, fontsize=7)
-        axes.invert_yaxis()
+        axes.set_ylim(len(order) - 0.4, -0.6)
         axes.set_title(f"{budget} keys, minus {best['policy']} ({best['kl']:.3f})", fontsize=9, loc="left")
         axes.set_xlabel("difference in KL (nats per token)", fontsize=8)
         axes.tick_params(axis="x", labelsize=8)

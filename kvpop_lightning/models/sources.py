@@ -114,8 +114,8 @@ def _from_folder(name: str, dtype: torch.dtype, revision: str | None) -> tuple[A
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except SafetensorError as error:
         raise UserError(
-            f"the weights of model {name!r} are damaged ({error}): a *.safetensors file there is cut short or "
-            "altered; copy or download it again"
+            f"the weights of model {name!r} are damaged ({error}): a *.safetensors file there is cut short "
+            "or altered; copy or download it again"
         ) from error
     except (OSError, ValueError) as error:
         line = str(error).strip().splitlines()[0]

@@ -92,8 +92,8 @@ def _without(budget: Budget, slots: int, scorer: Scorer) -> Budget:
     """`budget` with so many long-range slots less."""
     if slots >= budget.topk:
         raise ValueError(
-            f"policy.budget.topk {budget.topk} cannot pay for the {scorer.kind} scorer's memory of {slots} keys "
-            "per head: raise policy.budget.topk, lower policy.scorer.memory_dim or policy.scorer.value_dim, "
-            "take policy.scorer.inputs=kv, or set policy.equal_bytes=false"
+            f"policy.budget.topk {budget.topk} cannot pay for the {scorer.kind} scorer's memory of {slots} "
+            "keys per head: raise policy.budget.topk, lower policy.scorer.memory_dim or "
+            "policy.scorer.value_dim, take policy.scorer.inputs=kv, or set policy.equal_bytes=false"
         )
     return Budget(budget.sink, budget.window, budget.topk - slots)

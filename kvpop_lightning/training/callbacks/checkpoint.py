@@ -59,8 +59,8 @@ class TrainingCheckpoint(pl.Callback):
             reason = unwritable(error)
             if reason is not None:
                 raise UserError(
-                    f"cannot write the checkpoint {self.path}: {reason}; free space or set run_dir to another "
-                    "disk"
+                    f"cannot write the checkpoint {self.path}: {reason}; free space or set run_dir to "
+                    "another disk"
                 ) from error
             raise
 
