@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpop_lightning.config import files
-from kvpop_lightning.config.checks import BOUNDS
+from kvpop_lightning.config.bounds import BOUNDS
 from kvpop_lightning.config.choices import CHOICES, did_you_mean
 from kvpop_lightning.config.describe import Setting, groups, settings, top_groups
 

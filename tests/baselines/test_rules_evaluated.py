@@ -64,19 +64,18 @@ def test_every_rule_is_in_the_table(tmp_path, equal_bytes: bool) -> None:
     assert set(table) == set(config.eval.policies)
     for name in config.eval.policies[1:]:
         entry = table[name]
-        if name == "snapkv":  # rows of 48 tokens are all prompt
-            assert abs(entry["kl"]) < 1e-6
-            assert entry["peak_bytes"] > 5 * entry["bytes_held"]
-        else:
-            assert entry["kl"] > 1e-4
-            assert entry["peak_bytes"] == entry["bytes_held"]
+        if name == "snapkv":
+            assert "prompt of 256 tokens whole, which is the whole row of 48" in entry["reason"]
+            continue
+        assert entry["kl"] > 1e-4
+        assert entry["peak_bytes"] == entry["bytes_held"]
         if name in RULES:
             assert entry["boundary_accuracy"] is None, "no priorities, no decisions to compare"
         if equal_bytes:
             assert entry["bytes_accounted"] <= table["streaming_llm"]["bytes_accounted"]
         else:
             assert entry["sink"] + entry["window"] + entry["topk"] == 20
-    distinct = {round(table[name]["kl"], 9) for name in config.eval.policies}
+    distinct = {round(entry["kl"], 9) for entry in table.values() if entry["kl"] is not None}
     assert len(distinct) == len(table) - 1, "two rules gave the same result"
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpop_lightning.config.checks import BOUNDS, problems_of, value_at
+from kvpop_lightning.config.bounds import BOUNDS
+from kvpop_lightning.config.checks import problems_of, value_at
 from kvpop_lightning.config.choices import (
     CHOICES,
     POLICIES,

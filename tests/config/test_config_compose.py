@@ -132,7 +132,7 @@ def test_every_shipped_file_composes(group: str) -> None:
         words = [f"{group}={path.stem}"]
         if group == "distill" and path.stem == "paper":
             words.append("trainer.base=full")
-        if group == "data" and path.stem in ("jsonl", "parquet"):
+        if group == "data" and path.stem in ("jsonl", "parquet", "teacher_traces"):
             words.append("data.path=some.file")
         config = compose(words)
         if group == "policy":
