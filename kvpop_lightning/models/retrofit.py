@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvpop_lightning.baselines import available, build_policy, get
 from kvpop_lightning.cache import BoundedCache
 from kvpop_lightning.models.attend import ATTENTION_NAME
-from kvpop_lightning.models.compat import CACHE_KEYWORDS, cache_keyword
+from kvpop_lightning.models.compat import CACHE_KEYWORDS, cache_keyword, given_cache
 from kvpop_lightning.models.context import RUNTIME, Runtime, decoder_of, runtime_of
 from kvpop_lightning.models.families import Shape, attention_modules, rule_facts, shape_of
 from kvpop_lightning.models.fingerprint import base_record
@@ -183,6 +183,9 @@ class Retrofitted:
                 "pass the mask that "
                 "the tokenizer returned with it"
             )
+        if (cache := given_cache(kwargs)) is not None:  # either name, in every version of the library
+            rest = {name: value for name, value in kwargs.items() if name not in CACHE_KEYWORDS}
+            kwargs = {**rest, cache_keyword(self): cache}
         parent: Any = super()
         return parent.generate(inputs, *args, **kwargs)
 
@@ -192,7 +195,7 @@ class Retrofitted:
         parent: Any = super()
         if runtime_of(self).mode.dense:  # type: ignore[arg-type]
             return parent._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        given = next((model_kwargs[n] for n in CACHE_KEYWORDS if model_kwargs.get(n) is not None), None)
+        given = given_cache(model_kwargs)
         if given is not None and not isinstance(given, BoundedCache):
             raise ValueError(
                 f"a retrofitted model generates with a BoundedCache, got {type(given).__name__}: leave "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -161,3 +162,14 @@ def test_cache_of_another_model(model, prompts) -> None:
 def test_prompt_lookup_is_refused(model, prompts) -> None:
     with pytest.raises(ValueError, match="cropped"):
         generate(model, {"input_ids": prompts["input_ids"][:1]}, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_generate_takes_the_cache_under_either_name(model, prompts, name: str) -> None:
+    """The library's own generate warns of the older name, and older versions do not know the newer."""
+    cache = BoundedCache(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        made = generate(model, prompts, **{name: cache})
+    assert torch.equal(made, generate(model, prompts))
+    assert cache.bytes_held() > 0
