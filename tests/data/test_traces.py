@@ -203,4 +203,4 @@ def test_the_command(tmp_path, capsys):
         in capsys.readouterr().out
     )
     assert main(["data", "traces", *words, f"run_dir={tmp_path}", "data.traces.top_p=2"]) == 2
-    assert "data.traces.top_p must be in (0, 1], got 2.0" in capsys.readouterr().err
+    assert "data.traces.top_p=2.0: must be in (0, 1]" in capsys.readouterr().err
