@@ -129,6 +129,10 @@ class TrialRuns:
             return ending.run_dir is None or ending.name not in read_outbox(ending.run_dir)
 
         def action(client: Any) -> None:
+            if final and ending.run_dir is None:  # a loss told late: the trial's next attempt may have ended
+                now = client.get_run(run_id).data.tags.get("sweep.state")
+                if now in (trials.FINISHED, trials.PRUNED):
+                    return
             set_tags(client, run_id, ending.tags)
             if client.get_run(run_id).info.status == "RUNNING":
                 client.set_terminated(run_id, STATUS[ending.state])
