@@ -106,20 +106,15 @@ def sample(model: Any, tokenizer: Any, config: Config, *, progress: bool = True)
     `problem`, `messages`, `expected_answer` where the source gives one, and `provenance`.
 
     Raises:
-        UserError: settings out of range, a journal of other settings, an unreadable source, no space left.
+        UserError: problems without end, a journal of other settings, an unreadable source, no space left.
     """
     from kvpop_lightning.generation import Engine, Sampling
 
     wanted = config.data.traces
     path = Path(wanted.path or Path(config.run_dir) / "traces.jsonl")
-    if wanted.samples < 1 or (wanted.problems is not None and wanted.problems < 1):
-        raise UserError("data.traces.samples and data.traces.problems must be at least 1")
     if wanted.problems is None and config.data.source == "procedural":
         raise UserError("data.traces.problems must be set: the problems of data.source=procedural never end")
-    try:
-        settings = Sampling(wanted.max_new_tokens, wanted.temperature, top_p=wanted.top_p)
-    except ValueError as error:
-        raise UserError(f"data.traces.{error}") from error
+    settings = Sampling(wanted.max_new_tokens, wanted.temperature, top_p=wanted.top_p)
     renderer = ChatRenderer(tokenizer)
     header = _header(model, tokenizer, config)
     journal, done = _open_journal(path, header)
