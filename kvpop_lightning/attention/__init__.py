@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpop_lightning.attention.dispatch import BACKENDS, sparse_attention
+from kvpop_lightning.attention.dispatch import BACKENDS, sparse_attention, unavailable_backends
 from kvpop_lightning.attention.reference import log_normalizer, reference_attention, visible_keys
 from kvpop_lightning.attention.sdpa import dense_attention, masked_attention
 from kvpop_lightning.attention.segments import Segment, find_segments
@@ -18,5 +18,6 @@ __all__ = [
     "reference_attention",
     "soft_attention",
     "sparse_attention",
+    "unavailable_backends",
     "visible_keys",
 ]

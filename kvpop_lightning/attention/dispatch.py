@@ -39,6 +39,24 @@ def choose_backend(query: Tensor, key: Tensor, *, budget: Budget, need_lse: bool
     return chosen
 
 
+def backend_refusal(backend: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -> str | None:
+    """Why a backend of `BACKENDS` cannot take these tensors (which may hold no token), in a few words."""
+    if backend == "triton":
+        return unsupported(query, key, scale)
+    if backend == "flex":
+        from kvpop_lightning.attention.flex import flex_unsupported  # imports dynamo
+
+        return flex_unsupported(query, key, value)
+    return None
+
+
+def unavailable_backends(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """The backends that serve no model of this dtype on this device, each with the reason."""
+    query, key, value = torch.empty(3, 1, 1, 0, 64, device=device, dtype=dtype)
+    refusals = {name: backend_refusal(name, query, key, value, 1.0) for name in BACKENDS}
+    return {name: reason for name, reason in refusals.items() if reason}
+
+
 def sparse_attention(
     query: Tensor,
     key: Tensor,
@@ -49,7 +67,7 @@ def sparse_attention(
     document_ids: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
-    need_lse: bool = True,
+    need_lse: bool | None = True,
     query_chunk: int | None = None,
     segments: list[Segment] | None = None,
     deterministic: bool | None = None,
@@ -67,7 +85,8 @@ def sparse_attention(
         document_ids: int64 [B, T], non-decreasing over real tokens, -1 = padding; None = one document.
         scale: factor on the dot products, `D ** -0.5` by default.
         backend: `auto`, `reference`, `sdpa`, `flex` or `triton`.
-        need_lse: False lets `auto` take the fused kernel and returns None for the LSE.
+        need_lse: False lets `auto` take the fused kernel and returns None for the LSE; None does too, but
+            returns the LSE where the backend has it at no cost.
         query_chunk: queries per block of the reference.
         segments: what `find_segments(document_ids)` returned, when the caller has it already.
         deterministic: gradients of `triton` without atomics, the same bits in every run; None = whether
@@ -92,7 +111,12 @@ def sparse_attention(
             f"backend {backend!r} of sparse_attention is not available: use one of {', '.join(BACKENDS)}"
         )
     if backend == "auto":
-        backend = choose_backend(query, key, budget=budget, need_lse=need_lse, scale=scale)
+        backend = choose_backend(query, key, budget=budget, need_lse=bool(need_lse), scale=scale)
+    elif refusal := backend_refusal(backend, query, key, value, scale):
+        raise ValueError(
+            f'backend "{backend}" of sparse_attention is not usable: {refusal}; use backend="auto" '
+            "(model.attention_backend=auto)"
+        )
     if backend == "sdpa":
         if need_lse:
             raise ValueError(
@@ -108,23 +132,15 @@ def sparse_attention(
             f"document_ids must be [{B}, {T}] like the keys, got {list(document_ids.shape)}: "
             "give one id per token, -1 for padding"
         )
-    if backend in ("triton", "flex"):
-        from kvpop_lightning.attention.flex import flex_sparse_attention, flex_unsupported  # imports dynamo
-
-        refusal = (
-            unsupported(query, key, scale) if backend == "triton" else flex_unsupported(query, key, value)
-        )
-        if refusal:
-            raise ValueError(
-                f'backend "{backend}" of sparse_attention is not usable: {refusal}; use backend="auto"'
-            )
-        if document_ids is not None and segments is None:
-            find_segments(document_ids, batch=B, length=T)  # refuses ids that fall
+    if backend in ("triton", "flex") and document_ids is not None and segments is None:
+        find_segments(document_ids, batch=B, length=T)  # refuses ids that fall
     if backend == "flex":
+        from kvpop_lightning.attention.flex import flex_sparse_attention
+
         out, lse = flex_sparse_attention(
             query, key, value, eviction_time, document_ids=document_ids, scale=scale
         )
-        return out, lse if need_lse else None
+        return out, None if need_lse is False else lse
     if backend == "triton":
         from kvpop_lightning.attention.triton_attention import triton_sparse_attention
 
@@ -140,11 +156,11 @@ def sparse_attention(
             expected=budget.total,
             deterministic=deterministic,
         )
-        return out, lse if need_lse else None
+        return out, None if need_lse is False else lse
     out, lse = reference_attention(
         query, key, value, eviction_time, document_ids=document_ids, scale=scale, query_chunk=query_chunk
     )
-    return out, lse if need_lse else None
+    return out, None if need_lse is False else lse
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, eviction_time: Tensor | None = None) -> None:

@@ -153,21 +153,29 @@ def _attention() -> Iterator[Finding]:
     import torch
 
     from kvpop_lightning.attention import BACKENDS, sparse_attention
-    from kvpop_lightning.policy import Budget
+    from kvpop_lightning.policy import Budget, future_attention_target
+    from kvpop_lightning.policy.target import TARGET_BACKENDS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query, key, value = torch.randn(3, 1, 1, 16, 16, device=device)
     eviction = torch.arange(16, device=device).add(4).expand(1, 1, 16)
-    for backend in BACKENDS:
-        try:
-            sparse_attention(
-                query, key, value, eviction, budget=Budget(0, 3, 1), backend=backend, need_lse=False
-            )
-        except Exception as error:  # a kernel may fail in any way; that it does is the finding
-            reason = " ".join(str(error).split())[:200]
-            yield Finding(f"attention {backend}", "note", f"not usable on {device}: {reason}")
-        else:
-            yield Finding(f"attention {backend}", "ok", f"works on {device}")
+
+    def attend(backend: str) -> None:
+        sparse_attention(query, key, value, eviction, budget=Budget(0, 3, 1), backend=backend, need_lse=False)
+
+    def look_ahead(backend: str) -> None:
+        future_attention_target(query, key, window=3, backend=backend)
+
+    for work, run, names in (("attention", attend, BACKENDS), ("target", look_ahead, TARGET_BACKENDS)):
+        for backend in names:
+            subject = f"model.{work}_backend={backend}"
+            try:
+                run(backend)
+            except Exception as error:  # a kernel may fail in any way; that it does is the finding
+                reason = " ".join(str(error).split())[:200]
+                yield Finding(subject, "note", f"not usable on {device}: {reason}")
+            else:
+                yield Finding(subject, "ok", f"works on {device}")
 
 
 def _weights(config: Config) -> Finding:

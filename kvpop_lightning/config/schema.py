@@ -33,6 +33,11 @@ class ModelConfig:
     """`auto`, `cpu`, `cuda`, `cuda:0` ..."""
     cache_dir: str = ".cache/models"
     """Where the converted safetensors checkpoint is kept."""
+    attention_backend: str = "auto"
+    """How sparse attention is computed: `auto` (the fastest as measured), `reference`, `sdpa`, `flex`,
+    `triton`. Changes no result beyond rounding: checkpoints, caches and evaluations stay valid."""
+    target_backend: str = "auto"
+    """How the future-attention target is computed: `auto`, `reference`, `chunked`, `triton`."""
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def dense_row(
                 document_ids=seen.document_ids,
                 aggregation=settings.aggregation,
                 scale=seen.scale,
+                backend=seen.target_backend,
             )
         )
         if not probabilities:

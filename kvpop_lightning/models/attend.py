@@ -92,6 +92,7 @@ def _parallel(
     eviction: Tensor | None = None
     score: Tensor | None = None
     priority: Tensor | None = None
+    lse: Tensor | None = None
     own = False
     if call.mode.dense:
         out = dense_attention(query, key, value, segments=call.segments, scale=scale)
@@ -106,7 +107,7 @@ def _parallel(
                 query, key, value, eviction, budget, document_ids=call.document_ids, scale=scale
             )
         else:
-            out, _ = sparse_attention(
+            out, lse = sparse_attention(
                 query,
                 key,
                 value,
@@ -114,7 +115,8 @@ def _parallel(
                 budget=budget,
                 document_ids=call.document_ids,
                 scale=scale,
-                need_lse=False,
+                backend=call.mode.attention_backend,
+                need_lse=None if call.mode.observers else False,
                 segments=call.segments,
             )
     for observer in call.mode.observers:
@@ -137,6 +139,8 @@ def _parallel(
                 priority=p,
                 eviction=eviction,
                 own_attention=own,
+                known_lse=None if lse is None else lse.detach(),
+                target_backend=call.mode.target_backend,
             )
         )
     return out[:, :, start:]

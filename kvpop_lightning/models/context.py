@@ -44,13 +44,18 @@ class LayerObservation:
     """int64 [B, Hkv, T]; None in a dense forward."""
     own_attention: bool = False
     """The rule did not attend by eviction times alone (pages per query, sinks at moved places)."""
+    known_lse: Tensor | None = None
+    """The normaliser, where the attention gave it for nothing; `lse` is what to read."""
+    target_backend: str = "auto"
+    """How to compute a future-attention target from this (`future_attention_target`)."""
 
     @cached_property
     def lse(self) -> Tensor:
         """float32 (float64) [B, Hq, T], natural log: the normaliser of this forward's attention, dense or
         sparse.
 
-        Computed when first read (one more pass over the logits), without gradient; -inf on padding.
+        Taken from the attention itself where its backend gives it, else computed when first read (one more
+        pass over the logits); without gradient, -inf on padding.
 
         Raises:
             ValueError: the rule attends in its own way, which query, key and eviction times do not give back.
@@ -60,6 +65,8 @@ class LayerObservation:
                 "no normaliser: this policy chooses or moves keys per query, its attention is not given by "
                 "eviction times (quest, streaming_llm_rotated); observe the dense forward instead"
             )
+        if self.known_lse is not None:
+            return self.known_lse
         eviction = self.eviction
         if eviction is None:
             eviction = torch.full(self.key.shape[:3], NEVER, dtype=torch.int64, device=self.key.device)
@@ -116,6 +123,10 @@ class Mode:
     """What the layers computed for the first tokens of the rows: the forward starts after them."""
     soft: Callable[..., Tensor] | None = None
     """Takes the place of the attention of a parallel forward (`modes.softly`)."""
+    attention_backend: str = "auto"
+    """Of the sparse attention of a parallel forward (`models/backends.py`)."""
+    target_backend: str = "auto"
+    """Of targets computed from what observers see."""
 
 
 @dataclass(frozen=True)

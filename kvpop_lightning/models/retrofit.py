@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from kvpop_lightning.baselines import available, build_policy, get
 from kvpop_lightning.cache import BoundedCache
 from kvpop_lightning.models.attend import ATTENTION_NAME
+from kvpop_lightning.models.backends import set_backends
 from kvpop_lightning.models.compat import CACHE_KEYWORDS, cache_keyword, given_cache
-from kvpop_lightning.models.context import RUNTIME, Runtime, decoder_of, runtime_of
+from kvpop_lightning.models.context import RUNTIME, Mode, Runtime, decoder_of, runtime_of
 from kvpop_lightning.models.families import Shape, attention_modules, rule_facts, shape_of
 from kvpop_lightning.models.fingerprint import base_record
 from kvpop_lightning.models.hooks import install, remove
@@ -38,6 +39,8 @@ def retrofit(
     value_dim: int = 32,
     match_bytes: bool = False,
     seed: int = 0,
+    attention_backend: str | None = None,
+    target_backend: str | None = None,
     **options: Any,
 ) -> Any:
     """Gives `model` a bounded memory, in place, and returns it (METHOD.md, sections 1, 5 and 6).
@@ -62,11 +65,13 @@ def retrofit(
         match_bytes: lower `topk` by what the scorer's memory costs (METHOD.md, section 5);
             `model.kvpop.budget` is then the lowered budget.
         seed: of the scorers' initial weights.
+        attention_backend, target_backend: how attention and future-attention target are computed (`auto`,
+            `reference`, `triton`, ...; `kvpop doctor` lists them); None = as the model was loaded, or `auto`.
         options: further options of `build_scorer`.
 
     Raises:
         ValueError: no budget, an unknown policy or option, settings out of range, a model that cannot be
-            retrofitted (UserError). The model is unchanged then.
+            retrofitted, a backend that cannot run here (UserError). The model is unchanged then.
     """
     modules = attention_modules(model)
     shape = shape_of(model, modules)
@@ -104,6 +109,7 @@ def retrofit(
                 value_dim=value_dim,
                 **options,
             )
+    backends = set_backends(model, attention_backend, target_backend)
     if is_retrofitted(model):
         unretrofit(model)
     runtime = Runtime(
@@ -111,6 +117,7 @@ def retrofit(
         original_attention=model.config._attn_implementation,
         original_class=type(model),
         base=base_record(model),
+        mode=Mode(attention_backend=backends.attention, target_backend=backends.target),
     )
     _own_config(model)
     model.config._attn_implementation = ATTENTION_NAME

@@ -10,6 +10,7 @@ import torch
 
 from kvpop_lightning.config.schema import ModelConfig
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.models.backends import Backends, check_backends, set_backends
 from kvpop_lightning.models.fingerprint import base_record
 from kvpop_lightning.models.smollm2 import PACKAGE, smollm2_folder
 from kvpop_lightning.models.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -29,11 +30,13 @@ def load_model(config: ModelConfig, *, train_base: bool = False) -> tuple[Any, A
             else).
 
     Raises:
-        UserError: missing weights (with the command that mends it), unknown source, dtype or device, no space
-            left.
+        UserError: missing weights (with the command that mends it), unknown source, dtype, device or backend,
+            no space left.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, train_base)
+    backends = Backends(config.attention_backend, config.target_backend)
+    check_backends(backends, device, dtype)
     if config.source in TINY:
         model, tokenizer = tiny_model(config.source.removeprefix("tiny-"), dtype=dtype), tiny_tokenizer()
     elif config.source == PACKAGE:
@@ -51,6 +54,7 @@ def load_model(config: ModelConfig, *, train_base: bool = False) -> tuple[Any, A
     else:
         raise UserError(f"model.source {config.source!r} is unknown: use one of {', '.join(SOURCES)}")
     model = model.to(device).eval()
+    set_backends(model, *backends)
     base_record(model, _origin(config))
     return model, tokenizer
 
@@ -61,6 +65,7 @@ _WHAT = {"hub": "hub id such as Qwen/Qwen3-4B", "path": "local folder"}
 def _origin(config: ModelConfig) -> dict[str, Any]:
     """What brings the same weights back, on whatever device is there then."""
     origin = asdict(config) | {"device": "auto"}
+    del origin["attention_backend"], origin["target_backend"]
     if config.source == "path" and config.path:
         origin["path"] = str(Path(config.path).resolve())
     if config.source == PACKAGE:

@@ -16,10 +16,21 @@ from kvpop_lightning.policy.normalizer import (
     logit_strips,
 )
 from kvpop_lightning.policy.target_reference import aggregate_heads, future_attention_target_reference
-from kvpop_lightning.policy.triton_choice import choose_backend, triton_refusal
+from kvpop_lightning.policy.triton_choice import choose_backend, missing, triton_refusal
+
+TARGET_BACKENDS = ("auto", "reference", "chunked", "triton")
+"""What `backend=` takes: `reference` (float64, builds [T, T]), `chunked` (strips of queries, any device),
+`triton` (CUDA), `auto`."""
 
 _NEGLIGIBLE_EPS = 1e-30
 """An `eps` from here on hides what float32 loses when probabilities are added up outside the log domain."""
+
+
+def unavailable_target_backends(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """The backends that serve no model of this dtype on this device, each with the reason."""
+    query = torch.empty(1, 1, 0, 64, device=device, dtype=dtype)
+    refusal = missing(query) or triton_refusal(query)
+    return {"triton": refusal} if refusal else {}
 
 
 def future_attention_target(
@@ -68,8 +79,8 @@ def future_attention_target(
         raise ValueError(f"window must be at least 1, got {window}")
     if aggregation not in ("max", "mean", "logmeanexp"):
         raise ValueError(f"target.aggregation must be max, mean or logmeanexp, got {aggregation!r}")
-    if backend not in ("auto", "triton", "chunked", "reference"):
-        raise ValueError(f"backend must be auto, triton, chunked or reference, got {backend!r}")
+    if backend not in TARGET_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(TARGET_BACKENDS)}, got {backend!r}")
     if normalizer is not None and normalizer.shape != query.shape[:3]:
         raise ValueError(
             f"normalizer must be [B, Hq, T] = {tuple(query.shape[:3])}, got {tuple(normalizer.shape)}"

@@ -85,6 +85,7 @@ def dense_features(model: Any, batch: Batch, request: FeatureRequest) -> Feature
                 document_ids=seen.document_ids,
                 aggregation=request.aggregation,
                 scale=seen.scale,
+                backend=seen.target_backend,
             )
         return target.float(), valid
 

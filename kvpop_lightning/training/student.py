@@ -179,6 +179,7 @@ class _Watch:
                 normalizer=seen.lse.detach() if own_normalizer else None,
                 aggregation=self.module.distill.target.aggregation,
                 scale=seen.scale,
+                backend=seen.target_backend,
             )
         return target, valid
 

@@ -94,7 +94,8 @@ def test_doctor_finds_this_environment_fit(capsys: pytest.CaptureFixture[str]) -
         "project",
         "tracking",
         "CPU",
-        "attention reference",
+        "model.attention_backend=reference",
+        "model.target_backend=reference",
         "weights",
     ):
         assert f" {subject}: " in out
