@@ -8,13 +8,12 @@ Only light modules are imported here: help and configuration errors come at once
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,7 +26,9 @@ from kvpop_lightning import __version__, help_text
 from kvpop_lightning.commands import COMMANDS, Call, Command, load_command
 from kvpop_lightning.config.choices import did_you_mean
 from kvpop_lightning.config.compose import compose, to_yaml
+from kvpop_lightning.config.folders import check_folders
 from kvpop_lightning.config.own_policies import import_policies
+from kvpop_lightning.disk import causes, is_disk_full, path_without_room
 from kvpop_lightning.errors import ConfigError, Terminated, UserError
 
 MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--print-config" in flags:
             print(to_yaml(config), end="")
             return 0
+        check_folders(config)
         call = Call(name, tuple(settings), own)
         _set_up_process()
         _say_that_it_begins(name)
@@ -80,7 +82,7 @@ def _run(command: Command, config: object, call: Call) -> int:
     try:
         return command.run(config, call)  # type: ignore[arg-type]
     except SystemExit as stop:
-        for cause in _chain(stop):
+        for cause in causes(stop):
             if isinstance(cause, KeyboardInterrupt):
                 raise cause from None
         raise
@@ -191,9 +193,8 @@ def _report(error: BaseException, call: Call | None) -> int:
 
 def _mendable(error: BaseException) -> str | None:
     """The line for a mistake that the user can mend, None for a fault of the program."""
-    if any(_is_full_disk(cause) for cause in _chain(error)):
-        full = (c for c in _chain(error) if isinstance(c, OSError) and _is_full_disk(c))
-        where = next((str(c.filename) for c in full if c.filename), "")
+    if is_disk_full(error):
+        where = path_without_room(error)
         return (
             f"no space left on the disk{f' while writing {where}' if where else ''}: free some, or point "
             "run_dir, data.cache_dir, model.cache_dir or trainer.feature_cache_dir elsewhere; what was "
@@ -214,29 +215,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _is_full_disk(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    # torch, safetensors and sqlite wrap the system's error in their own types.
-    text = str(error).lower()
-    wrapped = type(error).__name__ in ("RuntimeError", "SafetensorError", "OperationalError", "ArrowInvalid")
-    return wrapped and ("no space left on device" in text or "disk is full" in text)
-
-
 def _raised_in_package(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import time
@@ -33,6 +32,7 @@ from kvpop_lightning.data.parallel import made
 from kvpop_lightning.data.rows import INDEX, PackedRows, check_shard, write_json, write_shard
 from kvpop_lightning.data.sources import make_blocks
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import one_at_a_time
 
 TOKENS_PER_SHARD = 1 << 22
 _PROGRESS = "progress.json"
@@ -63,21 +63,13 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.cache_dir: cannot create {folder}: {error.strerror}") from error
-    with _only_one(folder.with_name(f".{name}.lock")):
+    with one_at_a_time(folder.with_name(f".{name}.lock")):
         for split in splits:
             if (folder / split / INDEX).is_file():
                 continue
             _prepare_split(config, tokenizer, split, folder, name, description, progress)
             reused = False
     return Prepared(folder, name, reused)
-
-
-@contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
-    """Two processes that want the same data set: the second waits, then reuses."""
-    with lock.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def _prepare_split(

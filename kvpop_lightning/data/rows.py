@@ -7,7 +7,6 @@ T]), `documents-N.npy` (int32 [rows, T], -1 padding), `loss-N.npy` (bool [rows, 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from kvpop_lightning.data.packing import Piece, assemble, row_tensors
+from kvpop_lightning.disk import is_disk_full
 from kvpop_lightning.errors import UserError
 
 INDEX = "index.json"
@@ -49,7 +49,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 def disk_message(error: OSError, path: Path) -> str:
     """One line that says what to do about a file that could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return f"no space left while writing {path}; free some or set data.cache_dir to a larger disk"
     return f"cannot write {path}: {error.strerror or error}"
 

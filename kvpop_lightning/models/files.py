@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpop_lightning.disk import is_disk_full
 from kvpop_lightning.errors import UserError
 
 
@@ -49,17 +49,6 @@ def move_into(stage: Path, target: Path, last: str) -> None:
     for name in names:
         shutil.copymode(stage / last, stage / name)  # safetensors writes for the owner alone
         os.replace(stage / name, target / name)
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """True when `error`, or what caused it, says so; safetensors reports it as text only."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "No space left on device" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _explained(error: BaseException, target: Path) -> UserError:

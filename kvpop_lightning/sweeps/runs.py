@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpop_lightning.config.schema import Config
+from kvpop_lightning.locks import one_at_a_time
 from kvpop_lightning.sweeps import trial as trials
 from kvpop_lightning.sweeps.files import run_id_in
-from kvpop_lightning.sweeps.storage import one_at_a_time
 from kvpop_lightning.tracking.outbox import folders_with_outbox, read_outbox
 from kvpop_lightning.tracking.send import Sent, send_folder
 from kvpop_lightning.tracking.store import Store, set_tags, tracking_uri, unreachable

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import one_at_a_time
 from kvpop_lightning.tracking.naming import public_uri
 
 SQLITE_FILE, JOURNAL_FILE = "study.db", "study.log"
@@ -98,18 +96,6 @@ def quieten_optuna() -> None:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-
-
-@contextmanager
-def one_at_a_time(path: Path | None) -> Iterator[None]:
-    """Only one thread of all processes of this machine holds `path` at a time; None = nothing to wait for."""
-    if path is None:
-        yield
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:  # a file description of its own: threads exclude each other too
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def lock_file(address: str) -> Path | None:

@@ -18,8 +18,9 @@ from typing import Any
 
 import psutil
 
+from kvpop_lightning.locks import one_at_a_time
 from kvpop_lightning.sweeps.space import Point
-from kvpop_lightning.sweeps.storage import LOST_AFTER, one_at_a_time
+from kvpop_lightning.sweeps.storage import LOST_AFTER
 
 TICKET, ATTEMPT, FINAL, WORKER, HEARTBEAT = "ticket", "attempt", "final", "worker", "heartbeat"
 TOTAL = "trials"

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvpop_lightning.disk import is_disk_full
 from kvpop_lightning.errors import UserError
 
 Features = dict[str, Tensor]
@@ -90,11 +91,7 @@ class FeatureStore:
         except Exception as error:  # safetensors wraps the system's error in its own type
             temporary.unlink(missing_ok=True)
             code = getattr(error, "errno", None)
-            no_space = (
-                code in (errno.ENOSPC, errno.EDQUOT)
-                or "No space left" in str(error)
-                or "os error 28" in str(error)
-            )
+            no_space = is_disk_full(error)
             if no_space or code in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
                 reason = "no space left" if no_space else os.strerror(code or 0)
                 raise UserError(

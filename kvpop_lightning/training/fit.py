@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from kvpop_lightning.config.policies import retrofit_options
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import exclusive
 from kvpop_lightning.models import retrofit
 from kvpop_lightning.models.fingerprint import base_fingerprint
 from kvpop_lightning.models.persist import DESCRIPTION, WEIGHTS
@@ -25,7 +26,6 @@ from kvpop_lightning.tracking.lightning_logger import RunLogger
 from kvpop_lightning.tracking.mlflow_run import current_run
 from kvpop_lightning.training.callbacks import GracefulStop, Throughput, TrainingCheckpoint
 from kvpop_lightning.training.dms import DMSModule, reduction_of
-from kvpop_lightning.training.exclusive import exclusive
 from kvpop_lightning.training.feature_store import Features
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest, dense_features
 from kvpop_lightning.training.forward import to_device
@@ -40,6 +40,7 @@ from kvpop_lightning.training.runtime import (
     fit,
     resolve_precision,
     say,
+    say_if_nothing_drops,
     settings_key,
 )
 from kvpop_lightning.training.scorers import FeatureRows, ScorerModule
@@ -108,6 +109,7 @@ def train(
             f"policy={config.policy.name} has no parameters, and trainer.base=frozen: nothing to train; "
             "choose a learned policy (policy=kvpop_mlp, policy=kvpop_mlstm) or trainer.base=full"
         )
+    say_if_nothing_drops(config)
     fingerprint = str(data.fingerprint)
     key = settings_key(config, fingerprint, base_fingerprint(model))
     folder = Path(config.run_dir) / "policy" / config.policy.name

@@ -193,6 +193,18 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def say_if_nothing_drops(config: Config) -> None:
+    """Rows within the budget give every scorer a loss of zero: a mistake that no later figure explains."""
+    budget = config.policy.budget
+    total = budget.sink + budget.window + budget.topk
+    if config.data.row_length <= total:
+        say(
+            f"warning: rows of data.row_length={config.data.row_length} tokens fit into policy.budget's "
+            f"{total} keys: nothing is ever dropped, so nothing is learned; raise data.row_length or lower "
+            "the budget"
+        )
+
+
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Lightning's hints about hardware, workers and modules in eval mode are not for this library's users."""

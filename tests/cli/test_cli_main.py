@@ -319,3 +319,24 @@ def test_module_runs_as_a_script() -> None:
         [sys.executable, "-m", "kvpop_lightning.cli", "nope"], capture_output=True, text=True
     )
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("key", ["run_dir", "data.cache_dir", "model.cache_dir", "trainer.feature_cache_dir"])
+def test_a_file_in_place_of_a_folder_is_refused_before_the_libraries_load(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpop_lightning.cli._set_up_process", lambda: pytest.fail("went on"))
+    file = tmp_path / "notes"
+    file.write_text("")
+    assert main(["train", "experiment=demo", f"{key}={file}/below"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {key}={file}/below: {file} is a file, not a folder; name another"
+    ]
+
+
+def test_a_missing_model_folder_is_refused_before_the_libraries_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpop_lightning.cli._set_up_process", lambda: pytest.fail("went on"))
+    assert main(["train", "model.source=path", f"model.path={tmp_path}/none"]) == 2
+    assert f"model.path={tmp_path}/none is not a folder" in capsys.readouterr().err

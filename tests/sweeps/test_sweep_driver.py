@@ -22,13 +22,13 @@ from sweep_cases import FAKE, body, config_of, write
 
 from kvpop_lightning.config.compose import compose
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import exclusive
 from kvpop_lightning.sweeps import driver
 from kvpop_lightning.sweeps.driver import SweepOutcome, run_sweep
 from kvpop_lightning.sweeps.show import SweepScreen
 from kvpop_lightning.sweeps.storage import open_storage, storage_address
 from kvpop_lightning.sweeps.tickets import Progress
 from kvpop_lightning.sweeps.worker import TrialView
-from kvpop_lightning.training.exclusive import exclusive
 
 FOLDER = Path("runs/sweeps/mine")
 

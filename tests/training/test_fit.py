@@ -26,6 +26,7 @@ from kvpop_lightning.config.schema import (
 from kvpop_lightning.errors import Terminated, UserError
 from kvpop_lightning.training import fit as fit_module
 from kvpop_lightning.training.fit import train
+from kvpop_lightning.training.runtime import say_if_nothing_drops
 
 MODEL = ModelConfig(source="tiny-llama", name="tiny-llama")
 
@@ -268,3 +269,13 @@ def test_metrics_reach_an_open_run(config: Config) -> None:
     text = (Path(config.run_dir) / "metrics.jsonl").read_text()
     for name in ("train/loss", "gradient_norm/scorer", "learning_rate/scorer", "final/boundary_accuracy"):
         assert name in text, name
+
+
+@pytest.mark.parametrize(
+    ("length", "said"), [(10_000, False), (BUDGET.total + 1, False), (BUDGET.total, True)]
+)
+def test_rows_within_the_budget_are_warned_about(
+    config: Config, length: int, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_if_nothing_drops(replace(config, data=replace(config.data, row_length=length)))
+    assert ("raise data.row_length" in capsys.readouterr().out) == said

@@ -18,8 +18,8 @@ from training_cases import BUDGET, Rows
 
 from kvpop_lightning.config.schema import DistillConfig, TrainerConfig
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.locks import exclusive
 from kvpop_lightning.training.callbacks import GracefulStop, RandomState, TrainingCheckpoint
-from kvpop_lightning.training.exclusive import exclusive
 from kvpop_lightning.training.features import FeatureCache, FeatureRequest
 from kvpop_lightning.training.loader import StepLoader
 from kvpop_lightning.training.runtime import quiet_lightning
@@ -231,7 +231,7 @@ def test_a_folder_in_use_is_refused_until_its_process_ends(tmp_path: Path) -> No
             sys.executable,
             "-c",
             "import sys, time; from pathlib import Path\n"
-            "from kvpop_lightning.training.exclusive import exclusive\n"
+            "from kvpop_lightning.locks import exclusive\n"
             "with exclusive(Path(sys.argv[1]), 'trains', ''): print('held', flush=True); time.sleep(60)",
             str(tmp_path),
         ],

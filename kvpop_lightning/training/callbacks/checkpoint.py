@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from kvpop_lightning.disk import is_disk_full
 from kvpop_lightning.errors import UserError
 
 
@@ -67,9 +68,8 @@ class TrainingCheckpoint(pl.Callback):
 
 def unwritable(error: BaseException) -> str | None:
     """Why a file could not be written, None when the disk is not to blame; torch hides the system's error."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-        return str(error.strerror).lower()
-    text = str(error).lower()
-    if isinstance(error, RuntimeError) and ("file write failed" in text or "unexpected pos" in text):
+    if is_disk_full(error):
         return "no space left on device"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+        return str(error.strerror).lower()
     return None

@@ -1,4 +1,4 @@
-"""One process at a time works in a folder; a second one is refused and cannot spoil the first one's files."""
+"""Files that processes exclude each other by: waiting one's turn, or refusing the second one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from kvpop_lightning.errors import UserError
 from kvpop_lightning.tracking.run_facts import is_rank_zero
 
 LOCK_FILE = ".in_use"
+
+
+@contextmanager
+def one_at_a_time(path: Path | None) -> Iterator[None]:
+    """Only one thread of all processes of this machine holds `path` at a time; None = nothing to wait for."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:  # a file description of its own: threads exclude each other too
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
