@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpop_lightning.policy.budget import NEVER
+from kvpop_lightning.policy.triton_choice import missing
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ def document_layout(
         return DocumentLayout(real, index, whole, zero, whole, index, index, packed=False)
     _check_shape(document_ids, batch, length)
     ids = document_ids.to(device)
+    if ids.is_cuda and ids.dtype == torch.int64 and not missing(ids):
+        from kvpop_lightning.policy.triton_documents import layout_triton
+
+        real, fields, row_at = layout_triton(ids)
+        return DocumentLayout(real, *fields.unbind(), row_at, packed=True)
     real = ids >= 0
     ordinal = real.long().cumsum(-1) - 1
     is_start = real & (ids != _previous_real(ids, real, outside=-1))

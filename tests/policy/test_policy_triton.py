@@ -23,6 +23,7 @@ from kvpop_lightning.policy import (
     teacher_decisions,
 )
 from kvpop_lightning.policy import triton_choice as choice
+from kvpop_lightning.policy.documents import DocumentLayout, document_layout
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_CUDA = torch.cuda.is_available()
@@ -110,6 +111,27 @@ def order_case(seed: int, longest: int, device: str) -> None:
         assert torch.equal(mine.cpu(), theirs), where
 
 
+def layout_case(seed: int, longest: int, device: str) -> None:
+    """Every field of the layout of one random batch, ids that fall included, against the plain form."""
+    from kvpop_lightning.policy.triton_documents import layout_triton
+
+    draw = Draw(seed)
+    length, batch = draw.integer(1, longest), draw.integer(1, 3)
+    ids = draw.documents(batch, length)
+    if ids is None:
+        ids = torch.full((batch, length), draw.choice(-1, 0, 7))
+    if draw.integer(0, 4) == 0:
+        ids = ids.flip(-1)
+    ids = ids * draw.choice(1, 2**40)  # ids need not fit 32 bits
+    ids = torch.where(ids < 0, -1, ids)
+    expected = document_layout(ids, batch=batch, length=length)
+    real, fields, row_at = layout_triton(ids.to(device))
+    got = DocumentLayout(real, *fields.unbind(), row_at, packed=True)
+    for name, one in vars(expected).items():
+        if isinstance(one, Tensor):
+            assert torch.equal(getattr(got, name).cpu(), one), (seed, name)
+
+
 def target_case(seed: int, longest: int, device: str, *, shortest: int = 1) -> tuple[float, float]:
     """Largest errors of normaliser and target of one random problem against float64."""
     draw = Draw(seed)
@@ -165,6 +187,15 @@ def test_orders_in_the_interpreter(seed: int) -> None:
 
 
 @in_interpreter
+@pytest.mark.parametrize("seed", range(8))
+def test_layouts_in_the_interpreter(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpop_lightning.policy import triton_documents
+
+    monkeypatch.setattr(triton_documents, "_BLOCK", 32)  # several blocks
+    layout_case(seed, 100, "cpu")
+
+
+@in_interpreter
 @pytest.mark.parametrize("seed", range(6))
 def test_targets_in_the_interpreter(seed: int) -> None:
     assert max(target_case(seed, 150, "cpu")) < 2e-5
@@ -176,6 +207,20 @@ def test_targets_in_the_interpreter(seed: int) -> None:
 def test_two_hundred_random_orders(part: int) -> None:
     for seed in range(part * 10, part * 10 + 10):
         order_case(seed, 600, "cuda")
+
+
+@pytest.mark.cuda
+@on_gpu
+def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(200):
+        layout_case(seed, 700 if seed % 4 else 20000, "cuda")
+    ids = torch.arange(40, device="cuda").div(15, rounding_mode="floor")[None]
+    with_kernel = document_layout(ids, batch=1, length=40)
+    monkeypatch.setattr(choice, "_importable", lambda: False)
+    for one, other in zip(
+        vars(with_kernel).values(), vars(document_layout(ids, batch=1, length=40)).values(), strict=True
+    ):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 @pytest.mark.cuda
