@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import time
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvpop_lightning.disk import causes
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.locks import one_at_a_time
 from kvpop_lightning.tracking.naming import public_uri
@@ -78,16 +82,37 @@ def open_storage(address: str, heartbeat_s: float) -> Any:
     interval = max(1, round(heartbeat_s))
     try:
         with one_at_a_time(lock_file(address)):
-            storage = RDBStorage(
-                address,
-                engine_kwargs=engine,
-                heartbeat_interval=interval,
-                grace_period=LOST_AFTER * interval,
+            storage = _when_the_tables_stand(
+                lambda: RDBStorage(
+                    address,
+                    engine_kwargs=engine,
+                    heartbeat_interval=interval,
+                    grace_period=LOST_AFTER * interval,
+                )
             )
         return optuna.storages.get_storage(storage)
     except Exception as error:  # the database's driver has types of its own for every cause
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"sweep.storage={public_uri(address)} cannot be opened: {reason}") from error
+
+
+def _when_the_tables_stand(connect: Callable[[], Any], tries: int = 10) -> Any:
+    """`connect()`, again where another worker made the same tables at the same moment.
+
+    The tasks of a job array start together on an empty database; of the workers that see no tables and make
+    them, the server lets one through.
+    """
+    from sqlalchemy.exc import IntegrityError, ProgrammingError
+
+    for left in reversed(range(tries)):
+        try:
+            return connect()
+        except Exception as error:
+            raced = any(isinstance(cause, IntegrityError | ProgrammingError) for cause in causes(error))
+            if not raced or not left:
+                raise
+            time.sleep(random.uniform(0.1, 1.0))
+    raise AssertionError("tries must be at least 1")
 
 
 def quieten_optuna() -> None:

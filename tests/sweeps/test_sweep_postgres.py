@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from real_runs import TrackingServer, check_runs, finish, runs, start
 
+from kvpop_lightning.errors import UserError
 from kvpop_lightning.sweeps.storage import open_storage, storage_address
 
 pytestmark = pytest.mark.slow
@@ -142,3 +144,25 @@ def test_a_killed_worker_and_an_absent_tracking_server_lose_nothing(
         kept = {entry["step"] for entry in map(json.loads, lines) if "train/loss" in entry}
         sent = {metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")}
         assert sent == kept
+
+
+def test_workers_that_start_together_on_an_empty_database(database: str) -> None:
+    """The tasks of a job array do: all but one used to die of tables that another was making."""
+    context = multiprocessing.get_context("fork")
+    together, found = context.Barrier(6), context.Queue()
+
+    def opens() -> None:
+        together.wait(60)
+        try:
+            open_storage(storage_address(database, Path()), 1)
+        except UserError as error:
+            found.put(str(error))
+        else:
+            found.put("open")
+
+    workers = [context.Process(target=opens) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    assert [found.get(timeout=120) for _ in workers] == ["open"] * 6
+    for worker in workers:
+        worker.join(60)
