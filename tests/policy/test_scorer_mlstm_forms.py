@@ -91,7 +91,7 @@ def test_definition_is_the_recurrence_of_the_method(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "documents", "left", "right", "holes"])
 def test_chunks_equal_definition(length: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        chunkwise_module, "CHUNKS_PER_SCAN", 5
+        chunkwise_module, "CHUNKS_PER_SCAN", {"cpu": 5}
     )  # several rounds of the scan even in short rows
     inputs, ids = make_inputs(length), make_documents(length, kind)
     expected = mlstm_quadratic(*inputs, document_ids=ids)

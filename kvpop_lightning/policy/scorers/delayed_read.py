@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpop_lightning.policy.documents import document_layout
+
 
 @dataclass(frozen=True)
 class DelayedRead:
@@ -30,21 +32,17 @@ class DelayedRead:
         """`document_ids` int64 [B, T], -1 = padding; None = one document without padding."""
         if document_ids is None:
             return cls(delay, None, None, None)
-        length = document_ids.shape[1]
-        real = document_ids >= 0
-        count = real.sum(dim=1, keepdim=True)
-        rank = real.cumsum(dim=1) - 1  # place of a real token among the row's real tokens
-        row_of_rank = (~real).to(torch.uint8).argsort(dim=1, stable=True)  # real rows first, in order
-        reader_row = row_of_rank.gather(1, (rank + delay).clamp(0, length - 1))
-        exists = real & (rank + delay < count)
-        valid = exists & (document_ids.gather(1, reader_row) == document_ids)
+        batch, length = document_ids.shape
+        layout = document_layout(document_ids, batch=batch, length=length)
+        reader_row = layout.row_at.gather(1, (layout.ordinal + delay).clamp(max=length - 1))
+        valid = layout.real & (layout.position + delay < layout.length)
         if document_ids.device.type == "cpu":
             # Padding at the ends only (nearly always): a plain shift, no gather. On CUDA looking would
             # synchronise.
             rows = torch.arange(length)
             if not bool((valid & (reader_row != rows + delay)).any()):
                 return cls(delay, valid, None, None)
-        token_row = row_of_rank.gather(1, (rank - delay).clamp(0, length - 1))
+        token_row = layout.row_at.gather(1, (layout.ordinal - delay).clamp(min=0))
         return cls(delay, valid, reader_row, token_row)
 
     def to_readers(self, query: Tensor) -> Tensor:

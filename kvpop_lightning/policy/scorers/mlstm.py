@@ -103,11 +103,15 @@ class MLSTMScorer(LearnedScorer):
     ) -> Tensor:
         """Chunkwise over whole rows; the memory starts anew in each document and never absorbs padding."""
         inputs = self.projection.standardize(key, value, hidden)
-        q, share = self.projection.project(inputs, self.scored).split(self.scored_sizes, dim=-1)
+        sizes = [*self.scored_sizes, *self.absorbed_sizes]
+        q, share, k, v, i, f = self.projection.project(inputs).split(sizes, dim=-1)
         read = DelayedRead.build(self.delay, document_ids)
         h, _ = mlstm_chunkwise(
             read.to_readers(q),
-            *self._absorb(inputs),
+            k,
+            v,
+            i[..., 0],
+            f[..., 0],
             document_ids=document_ids,
             chunk=CHUNK.get(key.device.type, 64),
         )

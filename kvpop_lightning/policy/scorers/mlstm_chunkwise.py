@@ -18,8 +18,9 @@ from torch import Tensor
 
 from kvpop_lightning.policy.scorers.mlstm_forms import EMPTY, empty_state, gates, readout, running_document
 
-CHUNKS_PER_SCAN = 32
-"""Chunk states are combined by one small triangular matrix per so many chunks, then carried on."""
+CHUNKS_PER_SCAN = {"cpu": 32}
+"""By device type: one small triangular matrix combines the states of so many chunks, then they are carried.
+256 elsewhere: a GPU has time for the larger matrix, the rounds are what it waits for."""
 
 
 def mlstm_chunkwise(
@@ -148,8 +149,9 @@ def _chunk_states(
     )
     end = None if document is None else document[..., -1]  # [B, N], document of the state after each chunk
     states, scales = [], []
-    for start in range(0, chunks, CHUNKS_PER_SCAN):
-        stop = min(start + CHUNKS_PER_SCAN, chunks)
+    per_scan = CHUNKS_PER_SCAN.get(key.device.type, 256)
+    for start in range(0, chunks, per_scan):
+        stop = min(start + per_scan, chunks)
         # Entry 0 is the carried state, entry c the c-th chunk of this round.
         forgotten = F.pad(total[..., start:stop].double(), (1, 0))  # [B, H, count]
         entry_scale = torch.cat([carried_scale, local_scale[..., start:stop].double()], dim=-1)
