@@ -3,6 +3,7 @@
 # Importing a rule registers it.
 from kvpop_lightning.baselines import (  # noqa: F401
     attention_ema,
+    dmc,
     dms,
     expected_attention,
     h2o,

@@ -1,34 +1,72 @@
 """DMS, dynamic memory sparsification: a gate closes keys one by one (Lancucki et al., 2025; METHOD.md,
 section 8).
 
-`alpha_t = 100 a_t - 5`, a_t a zero-initialised map of the layer's normalised hidden state, one per KV head.
-Training adds `logsigmoid(-z)` to the logit of key t once it is outside the window, `z = (alpha_{t+1} +
-logistic noise) / 0.1`; at inference the key leaves where `alpha_{t+1} > 0`.
+`alpha_t = 100 a_t - 5`, a_t a zero-initialised map of the layer's normalised hidden state, one per KV head,
+or a channel borrowed from the query. Training adds `logsigmoid(-z)` to the logit of key t once it is outside
+the window, `z = (alpha_{t+1} + logistic noise) / 0.1`; at inference the key leaves where `alpha_{t+1} > 0`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpop_lightning.baselines.registry import PolicySpec, register
+from kvpop_lightning.policy.borrow import lend_channel
 from kvpop_lightning.policy.documents import DocumentLayout
 from kvpop_lightning.policy.ragged import RaggedRule, shifted
+from kvpop_lightning.policy.rope import inverse_frequencies
 from kvpop_lightning.policy.scorers import register_scorer
 from kvpop_lightning.policy.scorers.gate import GatedRule
 
 ALPHA_SCALE, ALPHA_OFFSET = 100.0, -5.0
 TEMPERATURE = 0.1
+GATE_OPTIONS = ("gate_width", "gate_source", "width", "inputs", "generator", "inv_freq", "groups")
 
 
 class DMSGate(GatedRule, RaggedRule):
-    """The gates of one layer's KV heads; `gate_width` 0 is the authors' linear map."""
+    """The gates of one layer's KV heads; `gate_width` 0 is the authors' linear map, `gate_source` `channel`
+    their other form: the last channel, before RoPE, of the first query head of each group.
+
+    Args:
+        inv_freq: radians per token of the model's rotations (`retrofit` reads them); None = theta 10000.
+        groups: query heads per KV head; not needed, the tensors say it.
+        others: as for `GatedRule`.
+    """
 
     kind = "dms"
 
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        hidden_size: int,
+        *,
+        inv_freq: Sequence[float] | None = None,
+        groups: int | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(num_heads, head_dim, hidden_size, **others)
+        self.inv_freq = list(inv_freq) if inv_freq is not None else inverse_frequencies(head_dim)
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | ({"inv_freq": self.inv_freq} if self.borrows or self.merges else {})
+
     def gate(self, hidden: Tensor) -> Tensor:
-        return ALPHA_SCALE * self.network(hidden[:, None]) + ALPHA_OFFSET
+        return ALPHA_SCALE * self.read(hidden) + ALPHA_OFFSET
+
+    def borrow(self, query: Tensor, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, Hq, T, D] without the channel that the gates read, key as it is, and that channel [B, T,
+        Hkv].
+        """
+        grouped = query.unflatten(1, (self.num_heads, -1))
+        lender, channel = lend_channel(grouped[:, :, 0], position, self.inv_freq)
+        left = torch.cat([lender[:, :, None], grouped[:, :, 1:]], 2).flatten(1, 2)
+        return left, key, channel.transpose(1, 2)
 
 
 def logistic_noise(like: Tensor) -> Tensor:
@@ -83,7 +121,7 @@ def closed_target(reduction: float) -> float:
     return 1.0 - 1.0 / reduction
 
 
-register_scorer("dms", DMSGate, ("gate_width", "width", "inputs", "generator"))
+register_scorer("dms", DMSGate, GATE_OPTIONS)
 register(
     PolicySpec(
         "dms",
@@ -91,5 +129,6 @@ register(
         "DMS: a trained gate closes keys, caches of the heads differ",
         trained=True,
         bounded=False,
+        reads_rope=True,
     )
 )

@@ -25,6 +25,7 @@ class PolicySpec:
         bounded: no query attends more than the budget's keys; False = exempt from that rule, bytes are
         measured.
         trains_base: what is trained is the base model, under the policy's pattern.
+        merges: keys are merged, not dropped: it has no retention map.
         reads_rope: its scorer takes `inv_freq`, the model's rotations, and `groups`, query heads per KV head.
     """
 
@@ -38,6 +39,7 @@ class PolicySpec:
     bounded: bool = True
     trains_base: bool = False
     reads_rope: bool = False
+    merges: bool = False
 
 
 _SPECS: dict[str, PolicySpec] = {}

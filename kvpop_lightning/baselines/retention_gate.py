@@ -32,7 +32,7 @@ class RetentionGate(GatedRule, StepwiseRule):
 
     def log_beta(self, hidden: Tensor) -> Tensor:
         """[B, Hkv, T] < 0 from hidden [B, T, Hid]; gradients reach `hidden`."""
-        return F.logsigmoid(self.network(hidden[:, None]))
+        return F.logsigmoid(self.read(hidden))
 
     def new_notes(self, batch: int, heads: int, slots: int, like: Tensor) -> dict[str, Tensor]:
         return {"log_beta": like.new_zeros(batch, heads, slots)}

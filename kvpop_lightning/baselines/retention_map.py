@@ -52,11 +52,17 @@ def retention_map(
         options: as for `build_policy` (`decay`, `decay_step`, `seed`, `averaging`, `inv_freq`, ...).
 
     Raises:
-        ValueError: an unknown policy or option, shapes that do not fit, hidden states that are missing.
+        ValueError: an unknown policy or option, one that merges keys (`dmc`), shapes that do not fit, hidden
+            states that are missing.
     """
     check_shapes(query, key, value)
     batch, heads, length, dim = key.shape
     spec = get(name)
+    if spec.merges:
+        raise ValueError(
+            f"{name} has no retention map: it merges keys, so no query attends a key as it was; "
+            "`observe` gives the eviction times that say which token was merged into the next"
+        )
     if spec.scorer is None:
         never = torch.full((batch, heads, length), NEVER, dtype=torch.int64, device=key.device)
         return visible_keys(never, document_ids)

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpop_lightning.cache.chunk import attend_chunk
 from kvpop_lightning.cache.full import FullLayer, attend_full
 from kvpop_lightning.cache.layer import BoundedLayer
+from kvpop_lightning.cache.merged import MergedLayer, attend_merged
 from kvpop_lightning.cache.ragged import RaggedLayer, attend_ragged
 from kvpop_lightning.cache.span import Span
 from kvpop_lightning.cache.step import attend_step
@@ -19,6 +20,7 @@ from kvpop_lightning.policy.own_attention import OwnAttention
 _STRETCH: dict[type[BoundedLayer], Callable[..., Tensor]] = {
     SteppedLayer: attend_stepwise,
     RaggedLayer: attend_ragged,
+    MergedLayer: attend_merged,
     FullLayer: attend_full,
 }
 
@@ -28,7 +30,7 @@ def layer_type(scorer: Any) -> type[BoundedLayer]:
     if isinstance(scorer, OwnAttention) and scorer.holds_all:
         return FullLayer
     if scorer.ragged:
-        return RaggedLayer
+        return MergedLayer if scorer.merges else RaggedLayer
     return SteppedLayer if scorer.stepwise else BoundedLayer
 
 

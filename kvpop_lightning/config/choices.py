@@ -15,11 +15,12 @@ SCORER_OF_TRAINED_POLICY = {
     "kvpop_mlstm": "mlstm",
     "streaming_llm_plus": "streaming_llm",
     "dms": "dms",
+    "dmc": "dmc",
     "retention_gate": "retention_gate",
 }
 TRAINS_BASE_ONLY = ("streaming_llm_plus",)
 """Policies whose training is that of the base model under their pattern."""
-GATED = ("dms", "retention_gate")
+GATED = ("dms", "dmc", "retention_gate")
 """Policies that learn a gate through a soft mask on the attention."""
 RULES = (
     "full",
@@ -58,6 +59,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.too_long": ("truncate", "drop", "split"),
     "policy.name": POLICIES,
     "policy.scorer.type": ("linear", "mlp", "mlstm", *GATED, *RULES),
+    "policy.gate.source": ("hidden", "channel"),
     "policy.scorer.inputs": ("auto", "kv", "hidden", "kv_hidden"),
     "distill.target.source": ("teacher", "student"),
     "distill.target.normalizer": ("dense", "sparse"),

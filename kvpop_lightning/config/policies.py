@@ -72,7 +72,9 @@ def scorer_inputs(policy: PolicyConfig) -> str:
 def retrofit_options(config: Config) -> dict[str, Any]:
     """What `retrofit` takes beside the model and the budget."""
     policy, scorer = config.policy, config.policy.scorer
-    gate = {"gate_width": policy.gate.width} if policy.name in GATED else {}
+    gate: dict[str, Any] = {"gate_width": policy.gate.width} if policy.name in GATED else {}
+    if policy.name in ("dms", "dmc"):
+        gate["gate_source"] = policy.gate.source
     return gate | {
         "policy": policy.name,
         "decay": policy.decay,

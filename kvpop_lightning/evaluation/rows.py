@@ -264,9 +264,9 @@ def policy_record(
             are the dense row's, and then exact: nothing is evicted before a query has seen B keys.
 
     Returns:
-        `row, kl, top1, nll, positions`; `retained_mass` [L, Hq]; `boundary_accuracy`,
-        `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined; absent under a
-        stepwise rule, which has no priorities).
+        `row, kl, top1, nll, positions`; `retained_mass` [L, Hq] (absent where keys are merged);
+        `boundary_accuracy`, `boundary_balanced_accuracy`, `rank_correlation` [L, Hkv] (NaN where undefined;
+        absent under a stepwise rule, which has no priorities).
     """
     policy: Any = model.kvpop
     rule = policy.layer_scorer(0)
@@ -301,16 +301,17 @@ def policy_record(
     metrics = token_metrics(hidden, row.logits, row.next_token, weight, bias, chunk=chunk)
     if on_eviction is not None:
         on_eviction(eviction)
-    record = {
+    record: Record = {
         "row": int(row.batch["row"][0]),
         "kl": metrics.kl,
         "top1": metrics.top1,
         "nll": metrics.nll,
         "positions": metrics.positions,
-        "retained_mass": torch.stack(masses)
-        if masses
-        else retained_mass(row.probability, row.mass_positions, eviction),
     }
+    if masses:
+        record["retained_mass"] = torch.stack(masses)
+    elif not rule.merges:  # a key that was merged is neither held nor lost
+        record["retained_mass"] = retained_mass(row.probability, row.mass_positions, eviction)
     record |= held_at_end(rule, eviction, row.document_ids)
     if scores[0] is None:  # a stepwise rule ranks nothing once and for all
         return record

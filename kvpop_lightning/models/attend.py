@@ -64,6 +64,10 @@ def kvpop_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if kvpop.rope is not None and not kvpop.mode.dense:
+        rule = kvpop.policy.layer_scorer(layer)
+        if rule.borrows:  # what it took out of query and key stands where other gates read the hidden state
+            query, key, kvpop_hidden = rule.borrow(query, key, kvpop.rope[:, -query.shape[2] :])
     if kvpop.cache is not None:
         out = kvpop.cache.attend(layer, query, key, value, kvpop_hidden, scale)
     elif kvpop.dense_mask is not None:
@@ -107,10 +111,13 @@ def _parallel(
                 query, key, value, eviction, budget, document_ids=call.document_ids, scale=scale
             )
         else:
+            held_key, held_value = key, value
+            if own := rule.merges:
+                held_key, held_value = rule.merged(key, value, hidden, eviction, call.document_ids)
             out, lse = sparse_attention(
                 query,
-                key,
-                value,
+                held_key,
+                held_value,
                 eviction,
                 budget=budget,
                 document_ids=call.document_ids,

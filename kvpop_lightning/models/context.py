@@ -146,6 +146,8 @@ class ForwardContext:
     """The documents of a parallel forward; None with a cache."""
     cache: Any = None
     """The BoundedCache of this call."""
+    rope: Tensor | None = None
+    """int64 [B or 1, T or Q], what RoPE turned queries and keys by; None in a dense forward on a cache."""
     dense_mask: Tensor | None = None
     """Dense forward on an ordinary cache: bool [B, 1, Q, K]."""
 

@@ -79,7 +79,7 @@ def before_decoder(
                     "call the model with use_cache=False, or give documents as rows with an attention_mask"
                 )
             position_ids = cache.begin(batch, length, mask, call.get("position_ids"), policy=runtime.policy)
-            context = ForwardContext(runtime.policy, runtime.mode, cache=cache)
+            context = ForwardContext(runtime.policy, runtime.mode, cache=cache, rope=position_ids)
             for name in CACHE_KEYWORDS:
                 call.pop(name, None)
             call |= {cache_keyword(module): cache, "attention_mask": None, "position_ids": position_ids}
@@ -100,20 +100,21 @@ def _parallel_call(
     document_ids = call.pop("document_ids", None)
     position_ids = _positions(call, batch, length)
     if document_ids is None and (position_ids is not None or mask is not None):
-        rope = position_ids if position_ids is not None else _count(mask)
-        document_ids = document_ids_from(rope.expand(batch, -1), mask)
+        count = position_ids if position_ids is not None else _count(mask)
+        document_ids = document_ids_from(count.expand(batch, -1), mask)
     if document_ids is not None and not bool(document_ids.any()):
         document_ids = None  # one document per row and no padding: every later step is simpler
     position = position_in_document(document_ids, batch=batch, length=length, device=device)
+    rope = position if position_ids is None else position_ids
     context = ForwardContext(
         runtime.policy,
         _checked_replay(runtime, batch, length),
         position=position,
         document_ids=document_ids,
         segments=find_segments(document_ids, batch=batch, length=length),
+        rope=rope,
     )
     keep_cache = runtime.mode.dense and call.get("use_cache")
-    rope = position if position_ids is None else position_ids
     changed = {"kvpop": context, "attention_mask": None, "use_cache": bool(keep_cache)}
     if runtime.mode.prefix is None:
         return changed | {"position_ids": rope}

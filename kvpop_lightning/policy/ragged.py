@@ -14,7 +14,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from kvpop_lightning.policy.budget import NEVER
+from kvpop_lightning.policy.budget import NEVER, Budget
 from kvpop_lightning.policy.documents import DocumentLayout, document_layout
 from kvpop_lightning.policy.scorers.base import Scorer, full_precision
 
@@ -27,6 +27,10 @@ class RaggedRule(Scorer):
     """
 
     ragged = True
+
+    def protects(self, budget: Budget) -> int:
+        """Keys that no gate closes, the query's own included."""
+        return budget.window
 
     @abstractmethod
     def gate(self, hidden: Tensor) -> Tensor:
@@ -42,7 +46,7 @@ class RaggedRule(Scorer):
     def decide(self, hidden: Tensor) -> Tensor:
         """bool [B, Hkv, T]: token t's gate closes the key of token t - 1."""
         with full_precision(hidden.device):
-            return self.gate(hidden) > 0
+            return self.gate(hidden.to(torch.promote_types(hidden.dtype, torch.float32))) > 0
 
 
 def shifted(at_token: Tensor, layout: DocumentLayout, outside: float | bool) -> Tensor:

@@ -187,7 +187,8 @@ class RetentionPolicy(nn.Module):
             return times, None, None
         if isinstance(rule, RaggedRule):
             assert hidden is not None
-            return closing_times(rule.decide(hidden), self.budget.window, document_ids), None, None
+            window = rule.protects(self.budget)
+            return closing_times(rule.decide(hidden), window, document_ids), None, None
         score = self.score(layer, key, value, hidden, position=position, document_ids=document_ids)
         priority = self.priority(layer, score, position)
         return eviction_time(priority.detach(), self.budget, document_ids=document_ids), score, priority

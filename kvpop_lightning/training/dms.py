@@ -1,5 +1,5 @@
-"""Training of DMS (METHOD.md, section 8): the KL through `logsigmoid(-z)`, a one-sided loss on the share of
-closed keys, a target that rises.
+"""Training of DMS and DMC (METHOD.md, section 8): the KL through `logsigmoid(-z)`, a one-sided loss on the
+share of closed keys, a target that rises. DMC attends merged keys and values besides.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from kvpop_lightning.baselines import dms
 from kvpop_lightning.config.schema import Config, DistillConfig, TrainerConfig
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.policy import NEVER, DocumentLayout, document_layout
+from kvpop_lightning.policy.merge import merged_rows
 from kvpop_lightning.training.forward import Batch
 from kvpop_lightning.training.gates import GateModule, SoftPass
 from kvpop_lightning.training.module import Metrics
@@ -24,7 +25,8 @@ STEPS_PER_UNIT = 34.0
 def reduction_of(config: Config) -> float:
     """The factor F to reach: `distill.gate.reduction`, or what leaves the budget's keys of a reference text.
 
-    A text of T tokens holds its window of w and 1/F of the rest: `B = w + (T - w) / F`.
+    A text of T tokens holds its window of w (DMC: the newest entry, 1) and 1/F of the rest: `B = w + (T - w)
+    / F`.
 
     Raises:
         UserError: the reference text is not longer than the budget.
@@ -35,10 +37,11 @@ def reduction_of(config: Config) -> float:
     total = budget.sink + budget.window + budget.topk
     if reference < total:
         raise UserError(
-            f"dms: a text of eval.reference_length {reference} tokens fits into the budget of {total} keys: "
-            "raise it, lower policy.budget.topk, or set distill.gate.reduction"
+            f"{config.policy.name}: a text of eval.reference_length {reference} tokens fits into the budget "
+            f"of {total} keys: raise it, lower policy.budget.topk, or set distill.gate.reduction"
         )
-    return (reference - budget.window) / (total - budget.window)
+    window = 1 if config.policy.name == "dmc" else budget.window
+    return (reference - window) / (total - window)
 
 
 class DMSPass(SoftPass):
@@ -46,12 +49,17 @@ class DMSPass(SoftPass):
 
     def addition(self, layer: int, hidden: Tensor, layout: DocumentLayout) -> Any:
         alpha = self.policy.layer_scorer(layer).gate(hidden)
-        z = dms.soft_gate(alpha, dms.logistic_noise(alpha), layout)
+        return self.masked(layer, alpha, dms.logistic_noise(alpha), layout)
+
+    def masked(self, layer: int, alpha: Tensor, noise: Tensor, layout: DocumentLayout) -> Any:
+        """The addition from alpha and noise [B, Hkv, T]; adds to `sums` and `facts`."""
+        z = dms.soft_gate(alpha, noise, layout)
         closed, count = dms.closed_share(z)
         self.sums.append(closed / count.clamp(min=1))
         hard = dms.soft_gate(alpha.detach(), 0.0, layout) > 0
         self.note(closed_hard=hard.sum() / count.clamp(min=1))
-        opened, window = dms.log_open(z), self.policy.budget.window
+        opened = dms.log_open(z)
+        window = self.policy.layer_scorer(layer).protects(self.policy.budget)
 
         def add(first: int, last: int, keys: int) -> Tensor:
             far = dms.outside_window(layout.position, window, first, last, keys)
@@ -60,8 +68,22 @@ class DMSPass(SoftPass):
         return add
 
 
+class DMCPass(DMSPass):
+    """One training forward of DMC: every query sees every partial accumulation, closed ones less."""
+
+    def soften(
+        self, layer: int, key: Tensor, value: Tensor, hidden: Tensor, layout: DocumentLayout
+    ) -> tuple[Tensor, Tensor, Any]:
+        rule = self.policy.layer_scorer(layer)
+        alpha, importance = rule.decisions(hidden)
+        noise = dms.logistic_noise(alpha)
+        merges = torch.sigmoid((alpha + noise) / dms.TEMPERATURE)
+        keys, values = merged_rows(key, value, merges, importance, layout, rule.inv_freq)
+        return keys, values, self.masked(layer, alpha, noise, layout)
+
+
 class DMSModule(GateModule):
-    """Trains DMS's gates.
+    """Trains the gates of DMS or DMC.
 
     Args:
         reduction: F to reach.
@@ -90,7 +112,8 @@ class DMSModule(GateModule):
         return dms.closed_target(dms.reduction_at(self.trainer.global_step, self.reduction, self.ramp))
 
     def soft_pass(self) -> SoftPass:
-        return DMSPass(self.model.kvpop)
+        policy = self.model.kvpop
+        return DMCPass(policy) if policy.layer_scorer(0).merges else DMSPass(policy)
 
     def weighed(self, batch: Batch) -> Tensor:
         """Keys that have a gate: all but the last one of a document."""
@@ -109,7 +132,8 @@ class DMSModule(GateModule):
         self, evictions: list[Tensor], layouts: list[DocumentLayout]
     ) -> tuple[dict[str, float], dict[str, Any]]:
         """Share of keys closed, by the gate and in all, and by head."""
-        window = self.model.kvpop.budget.window
+        policy = self.model.kvpop
+        window = policy.layer_scorer(0).protects(policy.budget)
         closed = torch.zeros(evictions[0].shape[:2], dtype=torch.float64, device=evictions[0].device)
         seen = 0
         for times, layout in zip(evictions, layouts, strict=True):

@@ -260,7 +260,7 @@ class _Job:
 def live_module(config: Config, model: Any) -> TrainingModule:
     """The training module of a policy whose model runs in every step."""
     kind = model.kvpop.layer_scorer(0).kind
-    if kind == "dms":
+    if kind in ("dms", "dmc"):
         return DMSModule(
             model, config.distill, config.trainer, reduction=reduction_of(config), seed=config.seed
         )

@@ -44,8 +44,14 @@ class SoftPass:
         layout = document_layout(call.document_ids, batch=batch, length=length, device=key.device)
         with full_precision(key.device):
             work = torch.promote_types(hidden.dtype, torch.float32)
-            addition = self.addition(layer, hidden.to(work), layout)
+            key, value, addition = self.soften(layer, key, value, hidden.to(work), layout)
         return soft_attention(query, key, value, addition, document_ids=call.document_ids, scale=scale)
+
+    def soften(
+        self, layer: int, key: Tensor, value: Tensor, hidden: Tensor, layout: DocumentLayout
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Keys and values [B, Hkv, T, D] to attend, and what goes onto their logits."""
+        return key, value, self.addition(layer, hidden, layout)
 
     def addition(self, layer: int, hidden: Tensor, layout: DocumentLayout) -> Any:
         """What goes onto the layer's logits (`attention/soft.py`); adds to `sums` and `facts`."""
@@ -67,7 +73,8 @@ class GateModule(StudentModule):
     def __init__(
         self, model: Any, distill: DistillConfig, config: TrainerConfig, *, teacher: Any = None, seed: int = 0
     ) -> None:
-        linear = model.kvpop.layer_scorer(0).network.width == 0
+        network = model.kvpop.layer_scorer(0).network
+        linear = network is not None and network.width == 0
         rate = distill.gate.lr or (LINEAR_LR if linear else UNITS_LR)
         config = replace(config, scorer_lr=rate, scorer_lr_final=1.0, warmup_steps=0)
         super().__init__(model, distill, config, teacher=teacher, seed=seed)

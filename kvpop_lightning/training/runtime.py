@@ -69,7 +69,7 @@ def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -
         "base": base_fingerprint,
         "version": kvpop_lightning.__version__,
     }
-    if config.policy.name == "dms" and config.distill.gate.reduction is None:
+    if config.policy.name in ("dms", "dmc") and config.distill.gate.reduction is None:
         described["reference_length"] = config.eval.reference_length  # F follows from it and the budget
     return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 

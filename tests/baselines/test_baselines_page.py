@@ -104,9 +104,12 @@ def test_parameters_side_by_side_are_those_of_the_code() -> None:
         "dms": count("dms", gate_width=None),
         "retention_gate": count("retention_gate", gate_width=None),
         "dms as its authors": count("dms", gate_width=0),
+        "dmc": count("dmc", gate_width=None),
+        "dmc as a linear map": count("dmc", gate_width=0),
     }
     assert {name: stated[name] for name in found} == found
     assert found["dms"] == found["retention_gate"] == pytest.approx(found["kvpop_mlp"], rel=0.01)
+    assert found["dmc"] == pytest.approx(found["kvpop_mlp"], rel=0.01)
 
 
 def test_bytes_of_a_stateless_policy() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpop_lightning import BoundedCache, retrofit
 from kvpop_lightning.attention import soft_attention
 from kvpop_lightning.baselines import available, dms, get, retention_map
-from kvpop_lightning.cache.ragged import PAGE
+from kvpop_lightning.cache.paged import PAGE
 from kvpop_lightning.models import load, observe, tiny_model
 from kvpop_lightning.policy import NEVER, Budget, document_layout, position_in_document
 from kvpop_lightning.policy.ragged import closing_times, keys_held

@@ -30,7 +30,7 @@ from kvpop_lightning.config.schema import (
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.models import load, softly
 from kvpop_lightning.policy import Budget, document_layout
-from kvpop_lightning.training.dms import DMSModule, DMSPass, reduction_of
+from kvpop_lightning.training.dms import DMCPass, DMSModule, DMSPass, reduction_of
 from kvpop_lightning.training.fit import live_module, train
 from kvpop_lightning.training.forward import collate, last_hidden
 from kvpop_lightning.training.kl import kl_sum
@@ -41,11 +41,11 @@ TRAINER = TrainerConfig(max_steps=120, base_lr=1e-3, progress=False)
 DISTILL = DistillConfig(kl_topk=0, gate=GateTrainingConfig(lr=1e-2))
 
 
-@pytest.mark.parametrize("width", [0, 6])
-def test_dms_reaches_its_target(make_model: Any, rows: Rows, width: int) -> None:
+@pytest.mark.parametrize(("name", "width"), [("dms", 0), ("dms", 6), ("dmc", 6)])
+def test_the_target_is_reached(make_model: Any, rows: Rows, name: str, width: int) -> None:
     """Within two points of `1 - 1/F`, decided hard; only the gates move, and each head has its own share."""
     torch.manual_seed(0)
-    model = make_model("dms", Budget(0, 4, 8), gate_width=width)
+    model = make_model(name, Budget(0, 4, 8), gate_width=width)
     before = {n: p.clone() for n, p in model.named_parameters()}
     lr = 1e-3 if width == 0 else 1e-2
     module = DMSModule(
@@ -55,12 +55,30 @@ def test_dms_reaches_its_target(make_model: Any, rows: Rows, width: int) -> None
     assert record.metrics[0]["train/closed_target"] == 0.0
     assert record.metrics[-1]["train/closed_target"] == pytest.approx(2 / 3)
     found, details = module.measure(rows, limit=6)
-    assert found["final_closed"] == pytest.approx(2 / 3, abs=0.02), (found, record.metrics[-1])
+    # One-sided: to have merged more than asked costs nothing, and it costs this model little KL.
+    above = 0.02 if name == "dms" else 0.04
+    assert 2 / 3 - 0.02 < found["final_closed"] < 2 / 3 + above, (found, record.metrics[-1])
     assert len(details["closed_by_head"]) == 3
     assert found["final_closed_highest_head"] > found["final_closed_lowest_head"] + 0.01
     for name, parameter in model.named_parameters():
         moved = not torch.equal(parameter, before[name])
         assert moved == name.startswith("kvpop."), name
+
+
+@pytest.mark.parametrize("name", ["dms", pytest.param("dmc", marks=pytest.mark.slow)])
+def test_a_borrowed_channel_is_learned_by_the_base(make_model: Any, rows: Rows, name: str) -> None:
+    """No parameters but the base's; the share closed moves from nothing to its target."""
+    torch.manual_seed(0)
+    model = make_model(name, Budget(0, 4, 8), gate_source="channel")
+    assert not list(model.kvpop.parameters())
+    trainer = replace(TRAINER, base="full", base_lr=3e-3)
+    module = DMSModule(
+        model, replace(DISTILL, gate=GateTrainingConfig(weight=20.0)), trainer, reduction=2.0, ramp=40.0
+    )
+    record = run(module, rows, steps=100, batch=2)
+    assert record.metrics[0]["train/closed"] < (0.5 if name == "dms" else 0.1)  # alpha = 100 a - 5, or a - 5
+    assert record.metrics[-1]["train/closed"] > 0.45
+    assert record.metrics[-1]["train/closed_target"] == 0.5
 
 
 def test_the_kl_reaches_the_gates_through_the_mask(make_model: Any, rows: Rows) -> None:
@@ -100,9 +118,11 @@ def test_micro_batches_share_the_loss(make_model: Any, rows: Rows, monkeypatch: 
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-6, msg=name)
 
 
-def test_soft_forward_is_dense_while_gates_are_open(make_model: Any) -> None:
-    """alpha far below 0 adds nothing; far above it removes what inference removes."""
-    model = make_model("dms", Budget(0, 4, 8), gate_width=0)
+@pytest.mark.parametrize("name", ["dms", "dmc"])
+def test_soft_forward_is_dense_while_gates_are_open(make_model: Any, name: str) -> None:
+    """alpha far below 0 adds and merges nothing; far above it does what inference does."""
+    model = make_model(name, Budget(0, 4, 8), gate_width=0)
+    soft_pass = DMCPass if name == "dmc" else DMSPass
     batch = collate([row(0), row(2, padding=6)])
     from kvpop_lightning.models import dense
 
@@ -110,7 +130,7 @@ def test_soft_forward_is_dense_while_gates_are_open(make_model: Any) -> None:
         for bias, exact in ((-1.0, True), (1.0, False)):
             for scorer in model.kvpop.scorers:
                 scorer.network.projection.bias.fill_(bias)
-            with softly(model, DMSPass(model.kvpop)):
+            with softly(model, soft_pass(model.kvpop)):
                 soft = last_hidden(model, batch)
             hard = last_hidden(model, batch)
             with dense(model):
@@ -201,7 +221,7 @@ class Data(SimpleNamespace):
     """What `train` asks of a DataModule."""
 
 
-@pytest.mark.parametrize("name", ["dms", "retention_gate", "streaming_llm_plus"])
+@pytest.mark.parametrize("name", ["dms", "dmc", "retention_gate", "streaming_llm_plus"])
 def test_train_saves_a_policy_that_loads(
     tmp_path: Any, plain_model: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +243,10 @@ def test_train_saves_a_policy_that_loads(
         assert reduction_of(config) == pytest.approx((48 - 4) / (12 - 4))
         assert len(record["closed_by_head"]) == 3
         assert record["metrics"]["gate_parameters"] == 3 * 2 * 33
+    if name == "dmc":
+        assert reduction_of(config) == pytest.approx((48 - 1) / (12 - 1))
+        assert record["metrics"]["gate_parameters"] == 3 * 2 * 2 * 33
+        assert len(record["closed_by_head"]) == 3
     assert train(config, model=plain_model, data=Data(fingerprint="x", train_rows=Rows())).reused or name == (
         "streaming_llm_plus"
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvpop_lightning.config.choices import GATED
 from kvpop_lightning.config.policies import retrofit_options, with_policy
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
@@ -102,7 +103,7 @@ def options_of(config: Config, contestant: str) -> dict[str, Any]:
     scorer = replace(chosen.policy.scorer, inputs="kv")
     options = retrofit_options(replace(chosen, policy=replace(chosen.policy, scorer=scorer)))
     del options["policy"]
-    if contestant in ("dms", "retention_gate"):
+    if contestant in GATED:
         options["inputs"] = "hidden"
     return options
 

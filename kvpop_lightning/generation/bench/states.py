@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvpop_lightning.cache import BoundedCache
-from kvpop_lightning.cache.ragged import RaggedLayer
+from kvpop_lightning.cache.paged import PagedLayer
 from kvpop_lightning.cache.step_state import StepState
 from kvpop_lightning.models.compat import cache_keyword
 from kvpop_lightning.policy import Budget
@@ -92,11 +92,12 @@ def static_cache(model: Any, rows: int, seen: int, room: int) -> Any:
 
 @torch.no_grad()
 def advance(model: Any, cache: BoundedCache, rows: int, seen: int, *, reduction: float, chunk: int) -> None:
-    """Brings a BoundedCache to `seen` tokens: by reading random ones; under a gate (DMS), whose untrained
-    form closes nothing, by hand: each head then holds from half to one and a half times `seen / reduction`
-    keys."""
+    """Brings a BoundedCache to `seen` tokens: by reading random ones; under a gate (DMS, DMC), whose
+    untrained form closes nothing, by hand: each head then holds from half to one and a half times `seen /
+    reduction` keys.
+    """
     config, device = model.config, next(model.parameters()).device
-    if not isinstance(cache.layers[0], RaggedLayer):
+    if not isinstance(cache.layers[0], PagedLayer):
         more = seen - cache.tokens_seen
         if more > 0:
             ids = torch.randint(3, config.vocab_size, (rows, more), device=device)
@@ -107,7 +108,7 @@ def advance(model: Any, cache: BoundedCache, rows: int, seen: int, *, reduction:
         read_text_rows(model, cache, torch.full((rows, 1), 3, device=device))
     window = cache.budget.window
     for layer in cache.layers:
-        assert isinstance(layer, RaggedLayer)
+        assert isinstance(layer, PagedLayer)
         assert layer.keys is not None
         heads, dim = layer.keys.shape[1], layer.keys.shape[3]
         share = torch.linspace(0.5, 1.5, heads, device=device) if heads > 1 else torch.ones(1, device=device)

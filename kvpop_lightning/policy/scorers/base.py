@@ -60,6 +60,10 @@ class Scorer(nn.Module, ABC):
     """True for a rule that closes keys by a gate, whatever the budget (`policy/ragged.py`)."""
     gated: bool = False
     """True when it is trained through a soft mask on the attention, by the distillation itself."""
+    borrows: bool = False
+    """True when it takes a channel of query and key out of the attention for itself (`policy/borrow.py`)."""
+    merges: bool = False
+    """True when keys and values are merged in place of being dropped (`policy/merge.py`)."""
     delay: int = 0
     """Tokens after t that must have been absorbed before t is scored (0 for stateless scorers)."""
 

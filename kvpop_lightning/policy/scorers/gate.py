@@ -1,36 +1,43 @@
 """A gate per KV head and token that reads the layer's hidden state: what trained baselines decide by.
 
-One output per head, from a linear map or from a layer of SiLU units before it. The output layer starts at
-zero, so that a fresh gate gives the same number, its bias, for every token.
+One output per head (two where a rule needs them), from a linear map or from a layer of SiLU units before it.
+The output layer starts at zero, so that a fresh gate gives the same number, its bias, for every token. In
+place of the map a gate may read a channel borrowed from query and key (`policy/borrow.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvpop_lightning.policy.scorers.base import Scorer
 from kvpop_lightning.policy.scorers.learned import head_output
 from kvpop_lightning.policy.scorers.projection import InputProjection
 
+GATE_SOURCES = ("hidden", "channel")
 
-def matched_width(head_dim: int, hidden_size: int, inputs: str, width: int) -> int:
+
+def matched_width(head_dim: int, hidden_size: int, inputs: str, width: int, outputs: int = 1) -> int:
     """Units that give a gate about as many parameters as an MLP scorer of `width` on `inputs`, per KV head.
 
-    The scorer has `width (I + 2) + 1` (I = 2 D, Hid or both), the gate `n (Hid + 2) + 1`; at least 1.
+    The scorer has `width (I + 2) + 1` (I = 2 D, Hid or both), the gate of O outputs `n (Hid + 1 + O) + O`; at
+    least 1.
     """
     size = {"kv": 2 * head_dim, "hidden": hidden_size, "kv_hidden": 2 * head_dim + hidden_size}[inputs]
-    return max(1, round(width * (size + 2) / (hidden_size + 2)))
+    return max(1, round(width * (size + 2) / (hidden_size + 1 + outputs)))
 
 
 class GateNetwork(nn.Module):
-    """[B, H, T] from hidden states [B, G, T, Hid]; every parameter has a leading head axis.
+    """[B, H, T] (several outputs: [B, H, T, O]) from hidden states [B, G, T, Hid]; every parameter has a
+    leading head axis.
 
     Args:
         width: SiLU units per head; 0 = a linear map.
         bias: initial output.
+        outputs: O, numbers per head and token.
         generator: source of the initial weights of the units; the output layer is 0.
     """
 
@@ -42,32 +49,38 @@ class GateNetwork(nn.Module):
         width: int,
         *,
         bias: float = 0.0,
+        outputs: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         if width < 0:
             raise ValueError(f"policy.gate.width must be at least 0 (0 = a linear map), got {width}")
-        self.width = width
+        self.width, self.outputs = width, outputs
         self.projection = InputProjection(
             num_heads,
             head_dim,
             hidden_size,
             "hidden",
-            width or 1,
+            width or outputs,
             gain=1.0 if width else 0.0,
             generator=generator,
         )
         if width:
-            self.output_weight = nn.Parameter(torch.zeros(num_heads, width, dtype=torch.float32))
-            self.output_bias = nn.Parameter(torch.full((num_heads,), bias, dtype=torch.float32))
+            several = (outputs,) if outputs > 1 else ()
+            self.output_weight = nn.Parameter(torch.zeros(num_heads, width, *several, dtype=torch.float32))
+            self.output_bias = nn.Parameter(torch.full((num_heads, *several), bias, dtype=torch.float32))
         else:
             nn.init.constant_(self.projection.bias, bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, H, T], in the parameters' dtype; gradients reach `hidden` too."""
+        """[B, H, T] or [B, H, T, O], in the parameters' dtype; gradients reach `hidden` too."""
         nothing = hidden.new_zeros(())  # keys and values are not read
         found: Tensor = self.projection(nothing, nothing, hidden)
-        return head_output(found, self.output_weight, self.output_bias) if self.width else found[..., 0]
+        if not self.width:
+            return found[..., 0] if self.outputs == 1 else found
+        if self.outputs == 1:
+            return head_output(found, self.output_weight, self.output_bias)
+        return F.silu(found) @ self.output_weight + self.output_bias[:, None]
 
     def set_standardization(self, mean: Tensor | None, std: Tensor | None) -> None:
         """Mean and standard deviation [Hid] of the hidden state; None = as they are."""
@@ -84,14 +97,19 @@ class GatedRule(Scorer):
     Args:
         gate_width: SiLU units before the output; 0 = a linear map, None = as many parameters as an MLP scorer
             of `width` on `inputs`.
+        gate_source: `hidden`, a map of the hidden state; `channel`, a borrowed channel of query (and key),
+            without parameters of its own: what is trained is the base. What the rule is given as hidden state
+            is then what `borrow` returns.
         generator: source of the units' initial weights.
 
     Attributes:
         initial: output of a fresh gate.
+        outputs: numbers that the rule reads per head and token.
     """
 
     gated = True
     initial: float = 0.0
+    outputs: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -100,19 +118,44 @@ class GatedRule(Scorer):
         hidden_size: int,
         *,
         gate_width: int | None = 0,
+        gate_source: str = "hidden",
         width: int = 64,
         inputs: str = "kv",
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(num_heads, head_dim, hidden_size, "hidden")
+        if gate_source not in GATE_SOURCES:
+            raise ValueError(
+                f"policy.gate.source must be one of {', '.join(GATE_SOURCES)}, got {gate_source!r}"
+            )
+        self.network: GateNetwork | None = None
+        if gate_source == "channel":
+            self.borrows = True
+            return
         if gate_width is None:
-            gate_width = matched_width(head_dim, hidden_size, inputs, width)
+            gate_width = matched_width(head_dim, hidden_size, inputs, width, self.outputs)
         self.network = GateNetwork(
-            num_heads, head_dim, hidden_size, gate_width, bias=self.initial, generator=generator
+            num_heads,
+            head_dim,
+            hidden_size,
+            gate_width,
+            bias=self.initial,
+            outputs=self.outputs,
+            generator=generator,
         )
 
     def options(self) -> dict[str, Any]:
-        return self.network.options()
+        return {"gate_source": "channel"} if self.network is None else self.network.options()
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """The gates' numbers [B, Hkv, T] (several: [B, Hkv, T, O]) from hidden [B, T, Hid], or from borrowed
+        channels [B, T, O * Hkv].
+        """
+        if self.network is not None:
+            found: Tensor = self.network(hidden[:, None])
+            return found
+        found = hidden.unflatten(-1, (self.outputs, -1)).permute(0, 3, 1, 2)
+        return found[..., 0] if self.outputs == 1 else found
 
     def parameter_count(self) -> int:
         """Trainable numbers of this layer's gates, all heads."""
@@ -127,4 +170,5 @@ class GatedRule(Scorer):
         hidden_mean: Tensor | None = None,
         hidden_std: Tensor | None = None,
     ) -> None:
-        self.network.set_standardization(hidden_mean, hidden_std)
+        if self.network is not None:
+            self.network.set_standardization(hidden_mean, hidden_std)
