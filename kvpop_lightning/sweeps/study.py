@@ -135,7 +135,7 @@ def join_study(storage: Any, name: str, address: str, wait_s: float = JOIN_WAIT_
 
     from kvpop_lightning.sweeps.tickets import TOTAL
 
-    until = time.monotonic() + wait_s
+    started, told = time.monotonic(), False
     while True:
         try:
             study = optuna.load_study(study_name=name, storage=storage, sampler=_unused_sampler())
@@ -143,7 +143,11 @@ def join_study(storage: Any, name: str, address: str, wait_s: float = JOIN_WAIT_
                 return study
         except KeyError:
             pass
-        if time.monotonic() > until:
+        waited = time.monotonic() - started
+        if waited > 2 and not told:
+            told = True
+            print(f"waiting up to {wait_s:.0f} s for kvpop sweep to make the study '{name}'", flush=True)
+        if waited > wait_s:
             raise UserError(
                 f"there is no study '{name}' in {public_uri(address)}: make it first with kvpop sweep and "
                 "the same storage (workers=0 only makes it)"
