@@ -41,6 +41,7 @@ DEFAULT_EXPERIMENT: str | None = None
 
 def run(config: Config, call: Call) -> int:
     from kvpop_lightning.data import PackedMathDataModule
+    from kvpop_lightning.data.document_blocks import told
     from kvpop_lightning.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
@@ -58,10 +59,6 @@ def run(config: Config, call: Call) -> int:
         "rows"
     )
     for name, rows in (("train", data.train_rows), ("eval", data.eval_rows)):
-        if (told := rows.index.get("account")) is not None:
-            dropped = ", ".join(f"{reason} {count}" for reason, count in told["dropped"].items()) or "none"
-            print(
-                f"{name}: {told['read']} rows read, {told['kept']} kept, {told['not_needed']} beyond the "
-                f"rows asked for, dropped: {dropped}"
-            )
+        for line in told(rows.index):
+            print(f"{name}: {line}")
     return 0

@@ -17,7 +17,7 @@ from kvpop_lightning.config.describe import settings
 from kvpop_lightning.config.memory import mlstm_cost_in_keys
 from kvpop_lightning.config.schema import Config
 
-WITHOUT_EVALUATION = ("data", "generate", "chat", "export", "bench", "doctor", "ui", "runs")
+WITHOUT_EVALUATION = ("data", "prepare", "generate", "chat", "export", "bench", "doctor", "ui", "runs")
 """Commands that never evaluate: `eval.*` need not fit the budget there."""
 
 
@@ -154,6 +154,9 @@ def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.source in ("jsonl", "parquet") and not data.path:
         yield f"data.path=null: data.source={data.source} needs a file or glob in data.path"
+    if data.train_rows is None and (data.source == "procedural" or data.streaming):
+        what = "problems of data.source=procedural" if data.source == "procedural" else "streamed rows"
+        yield f"data.train_rows=null: {what} never end: give a number"
     if data.min_document_tokens > data.max_document_tokens:
         yield (
             f"data.min_document_tokens={data.min_document_tokens}: must not exceed data.max_document_tokens "

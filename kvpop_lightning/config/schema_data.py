@@ -60,8 +60,8 @@ class DataConfig:
     """Families of the evaluation rows; `held_out` = those no training row is drawn from."""
     row_length: int = 1024
     """Tokens per packed row (T)."""
-    train_rows: int = 20
-    """Packed rows to train on."""
+    train_rows: int | None = 20
+    """Packed rows to train on, at most; None = all that a file or hub data set gives."""
     eval_rows: int = 4
     """Held-out rows."""
     min_document_tokens: int = 300

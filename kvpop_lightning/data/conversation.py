@@ -45,7 +45,8 @@ def messages_of(record: Any) -> list[Message]:
             if record.get(name) is None:
                 raise BadRowError(
                     "missing_field",
-                    f"missing field {name!r} (a row has `messages`, or `problem` and `solution`)",
+                    f"missing field {name!r} (a row has `messages`, or `problem` and `solution`; this one "
+                    f"has {', '.join(map(str, record)) or 'none'})",
                 )
             fields.append(_text(record[name], name))
         return [{"role": "user", "content": fields[0]}, {"role": "assistant", "content": fields[1]}]

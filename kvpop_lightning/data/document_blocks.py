@@ -34,6 +34,11 @@ DROPPED = (
     "shorter_than_a_row",
     "too_long_dropped",
 )
+_SHORTENED = {
+    "too_long_truncated": "cut to it (data.too_long)",
+    "cut_to_the_row": "cut to it (data.eval_single_document)",
+    "too_long_split": "split over several (data.too_long)",
+}
 OVERLAPS_LISTED = 1000
 
 
@@ -171,3 +176,24 @@ def account(counts: Mapping[str, int]) -> dict[str, Any]:
     total = kept + beyond + sum(dropped.values())
     assert total == read, f"{read} rows read, {total} accounted for: {dict(counts)}"
     return {"read": read, "kept": kept, "not_needed": beyond, "dropped": dropped}
+
+
+def told(index: Mapping[str, Any]) -> list[str]:
+    """What became of the rows of a source, for a person, from a split's `index.json`; procedural: nothing."""
+    found, counts = index.get("account"), index["counts"]
+    if found is None:
+        return []
+    dropped = ", ".join(f"{reason} {count}" for reason, count in found["dropped"].items()) or "none"
+    lines = [f"{found['read']} rows read, {found['kept']} kept, dropped: {dropped}"]
+    if found["not_needed"]:
+        key = f"data.{index['split']}_rows"
+        lines.append(f"{found['not_needed']} more were not needed: {key}={index['rows_asked']}")
+    for name, text in _SHORTENED.items():
+        if counts.get(name):
+            lines.append(f"{counts[name]} longer than a row: {text}")
+    if counts.get("overlaps_suites"):
+        lines.append(
+            f"{counts['overlaps_suites']} overlap with evaluation problems, listed in index.json: "
+            + "; ".join(f"{one['document']} with {one['suite']}" for one in index["overlaps"][:3])
+        )
+    return lines

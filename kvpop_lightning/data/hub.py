@@ -73,6 +73,12 @@ class HubSource:
             if number == 0:
                 raise UserError(f"{self.path}: the split {split} holds no rows")
 
+    def count(self) -> int | None:
+        """Rows of the splits, if the data set's own description says so."""
+        told = self._build().info.splits or {}
+        splits = self._splits()
+        return sum(told[split].num_examples for split in splits) if {*splits} <= {*told} else None
+
     def _split(self, split: str) -> Iterator[Any]:
         datasets = _datasets()
         files = self._files(split)

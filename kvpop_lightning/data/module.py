@@ -108,6 +108,10 @@ class PackedMathDataModule(LightningDataModule):
         rank, world = self._process()
         source: RowBatchSampler | StreamingRows
         if self.config.streaming:
+            if self.config.train_rows is None:
+                raise UserError(
+                    "data.train_rows must be set with data.streaming=true: it is the epoch's length"
+                )
             blocks = make_blocks(self.config, ChatRenderer(self.tokenizer, self.config.loss_on), "train")
             source = StreamingRows(
                 blocks,

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from kvpop_lightning.config.schema import DataConfig
 from kvpop_lightning.data.blocks import SPLITS
 from kvpop_lightning.data.chat import ChatRenderer
-from kvpop_lightning.data.document_blocks import OVERLAPS_LISTED, account
+from kvpop_lightning.data.document_blocks import OVERLAPS_LISTED, DocumentBlocks, account
 from kvpop_lightning.data.fingerprint import describe, fingerprint
 from kvpop_lightning.data.packing import Piece
 from kvpop_lightning.data.parallel import made
+from kvpop_lightning.data.progress import bar
 from kvpop_lightning.data.rows import INDEX, PackedRows, check_shard, write_json, write_shard
 from kvpop_lightning.data.sources import make_blocks
 from kvpop_lightning.errors import UserError
@@ -82,8 +74,11 @@ def _prepare_split(
     progress: bool,
 ) -> None:
     wanted = config.train_rows if split == "train" else config.eval_rows
-    if wanted < 1:
+    if wanted is not None and wanted < 1:
         raise UserError(f"data.{split}_rows must be at least 1, got {wanted}")
+    if wanted is None and config.source == "procedural":
+        raise UserError("data.train_rows must be set: the problems of data.source=procedural never end")
+    limit = sys.maxsize if wanted is None else wanted
     partial = folder / f"{split}.partial"
     state = _resume(partial)
     blocks = make_blocks(config, ChatRenderer(tokenizer, config.loss_on), split)
@@ -93,6 +88,8 @@ def _prepare_split(
     done = sum(shard["rows"] for shard in shards)
     per_shard = max(1, TOKENS_PER_SHARD // config.row_length)
     waiting: list[list[Piece]] = []
+    source = blocks.source if isinstance(blocks, DocumentBlocks) else None
+    in_source = source.count() if progress and source is not None else None
     began = time.perf_counter()
 
     def flush(next_block: int) -> None:
@@ -104,23 +101,24 @@ def _prepare_split(
     stream = made(blocks, state["next_block"], config.processes)
     with bar(f"preparing {split} rows", wanted, done, progress) as advance, closing(stream):
         try:
-            if done < wanted:
+            if done < limit:
                 for number, block in stream:
-                    rows = block.rows[: wanted - done - len(waiting)]
+                    rows = block.rows[: limit - done - len(waiting)]
                     counts.update(block.counts)
                     counts["rows_not_needed"] += len(block.rows) - len(rows)
                     counts["documents_not_needed"] += _lost(rows, block.rows[len(rows) :])
                     overlaps += block.overlaps[: OVERLAPS_LISTED - len(overlaps)]
                     waiting += rows
-                    advance(len(rows))
-                    if done + len(waiting) >= wanted or len(waiting) >= per_shard:
+                    advance(len(rows), _expected(wanted, done + len(waiting), counts["rows"], in_source))
+                    if done + len(waiting) >= limit or len(waiting) >= per_shard:
                         done += len(waiting)
                         flush(number + 1)
-                    if done >= wanted:
+                    if done >= limit:
                         break
                 if waiting:
                     done += len(waiting)
                     flush(number + 1)
+            advance(0, done)
         except UserError:
             if not shards:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -171,6 +169,14 @@ def _resume(partial: Path) -> dict[str, Any]:
     return state
 
 
+def _expected(wanted: int | None, made: int, read: int, in_source: int | None) -> int | None:
+    """Rows that the split will have, judged by the share of the source that is read."""
+    if not in_source or not read:
+        return wanted
+    likely = made * max(in_source, read) // read
+    return likely if wanted is None else min(wanted, likely)
+
+
 def _lost(taken: Sequence[Sequence[Piece]], left: Sequence[Sequence[Piece]]) -> int:
     """Documents of which no piece lies in a row taken."""
     kept = {piece.hash for row in taken for piece in row}
@@ -178,34 +184,24 @@ def _lost(taken: Sequence[Sequence[Piece]], left: Sequence[Sequence[Piece]]) -> 
 
 
 def _no_rows(config: DataConfig, split: str, counts: Counter[str]) -> str:
-    told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    # `kept`: what was tokenised at all, some of which is counted again under what became of it.
+    told = ", ".join(f"{name} {count}" for name, count in sorted((+counts).items()) if name != "kept")
     if counts["shorter_than_a_row"]:
         hint = "lower data.row_length, set data.eval_single_document=false or give longer documents"
     elif counts["contaminated"]:
         hint = "they overlap with data.suites or data.eval_path; data.decontaminate=report keeps them"
-    elif split == "eval":
-        hint = "too few documents to set some aside for evaluation: give data.eval_path"
+    elif counts["too_long_dropped"]:
+        hint = "every document is longer than a row: raise data.row_length or set data.too_long=truncate"
+    elif counts["over_max_tokens"]:
+        hint = "every document is longer than data.max_tokens: raise it"
+    elif split == "eval" and config.eval_path is None:
+        hint = "none is set aside for evaluation: raise data.eval_share or give data.eval_path"
+    elif counts["other_split"]:
+        hint = "all are set aside for evaluation: lower data.eval_share or give more documents"
     else:
         hint = "no document of the source can be used"
     place = config.eval_path if split == "eval" and config.eval_path else config.path
     return f"no {split} rows from {place or config.source}: {hint} ({told})"
-
-
-@contextmanager
-def bar(title: str, total: int | None, done: int, show: bool) -> Iterator[Any]:
-    """A progress bar on a terminal; gives a function that takes how many more are done."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
-        task = bar.add_task(title, total=total, completed=done)
-        yield lambda rows: bar.advance(task, rows)
 
 
 def load_rows(prepared: Prepared, split: str) -> PackedRows:

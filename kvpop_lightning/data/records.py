@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,29 @@ def read_rows(
             raise UserError(f"{file} holds no rows")
 
 
+def count_rows(files: list[Path], kind: str | None) -> int:
+    """Rows of the files without reading their content, for an estimate: blank lines of JSONL count too.
+
+    Raises:
+        UserError: an unreadable file.
+    """
+    total = 0
+    for file in files:
+        chosen = kind or kind_of(file)
+        with _readable(file, chosen):
+            if chosen == "jsonl":
+                with file.open("rb") as stream:
+                    total += sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
+            elif chosen == "parquet":
+                import pyarrow.parquet as pq
+
+                total += pq.read_metadata(file).num_rows
+            else:
+                with _batches(file) as (_, batches):
+                    total += sum(batch.num_rows for batch in batches)
+    return total
+
+
 def parse_line(text: str) -> Any:
     """The record in a line of JSON, or the BadRowError that says why there is none."""
     try:
@@ -94,49 +118,90 @@ def parse_line(text: str) -> Any:
         return BadRowError("not_json", f"not JSON: {error.msg} at column {column}")
 
 
-def _jsonl(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:
+_BEGINNINGS = (
+    (b"PAR1", "parquet", "it looks like Parquet: data=parquet"),
+    (b"ARROW1", "arrow", "it looks like Arrow: data=arrow"),
+    (b"\x1f\x8b", None, "it is compressed with gzip: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", None, "it is compressed with zstd: unpack it first"),
+    (b"{", "jsonl", "it looks like JSON lines: data=jsonl"),
+    (b"[", None, "it looks like one JSON array: write one object a line"),
+)
+
+
+def _hint(file: Path, kind: str) -> str:
+    """What a file that cannot be read as `kind` seems to be, from its first bytes; empty: nothing known."""
+    with file.open("rb") as stream:
+        beginning = stream.read(64).lstrip()
+    for magic, found, text in _BEGINNINGS:
+        if beginning.startswith(magic):
+            return "" if found == kind else f"; {text}"
+    return ""
+
+
+@contextmanager
+def _readable(file: Path, kind: str) -> Iterator[None]:
+    """Errors of the file as one line."""
+    expected: tuple[type[Exception], ...] = (OSError,)
+    if kind != "jsonl":
+        import pyarrow as pa
+
+        expected = (OSError, pa.ArrowException)
     try:
-        with file.open("rb") as stream:
-            for number, raw in enumerate(stream, 1):
-                if not raw.strip():
-                    continue
-                try:
-                    yield number, parse_line(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except UnicodeDecodeError as error:
-                    hint = "; is it Parquet? then set data=parquet" if raw.startswith(b"PAR1") else ""
-                    yield number, BadRowError("not_utf8", f"not UTF-8 at byte {error.start}{hint}")
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
+        yield
+    except expected as error:
+        if kind == "jsonl":
+            raise UserError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+        why = str(error).splitlines()[0]
+        raise UserError(
+            f"{file} is not a readable {kind.capitalize()} file: {why}{_hint(file, kind)}"
+        ) from error
+
+
+def _jsonl(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:
+    with _readable(file, "jsonl"), file.open("rb") as stream:
+        for number, raw in enumerate(stream, 1):
+            if not raw.strip():
+                continue
+            try:
+                record = parse_line(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                record = BadRowError("not_utf8", f"not UTF-8 at byte {error.start}")
+            if number == 1 and isinstance(record, BadRowError | list):
+                told = record if isinstance(record, BadRowError) else "the row is a list, not an object"
+                reason = getattr(record, "reason", "not_an_object")
+                record = BadRowError(reason, f"{told}{_hint(file, 'jsonl')}")
+            yield number, record
 
 
 def _parquet(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _readable(file, "parquet"):
         table = pq.ParquetFile(file)
         wanted = _columns(file, table.schema_arrow.names, columns)
         yield from _numbered(table.iter_batches(batch_size=256, columns=wanted), wanted)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _arrow(file: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Any]]:
+    with _readable(file, "arrow"), _batches(file) as (names, batches):
+        yield from _numbered(batches, _columns(file, names, columns))
+
+
+@contextmanager
+def _batches(file: Path) -> Iterator[tuple[list[str], Any]]:
+    """Columns and batches of an Arrow file of either format."""
     import pyarrow as pa
 
-    try:
-        with pa.memory_map(str(file)) as mapped:
-            try:
-                whole = pa.ipc.open_file(mapped)
-                names = whole.schema.names
-                batches: Any = (whole.get_batch(i) for i in range(whole.num_record_batches))
-            except pa.ArrowInvalid:  # the stream format, as `datasets` writes its cache
-                mapped.seek(0)
-                batches = pa.ipc.open_stream(mapped)
-                names = batches.schema.names
-            yield from _numbered(batches, _columns(file, names, columns))
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file} is not a readable Arrow file: {str(error).splitlines()[0]}") from error
+    with pa.memory_map(str(file)) as mapped:
+        try:
+            whole = pa.ipc.open_file(mapped)
+            names = whole.schema.names
+            batches: Any = (whole.get_batch(i) for i in range(whole.num_record_batches))
+        except pa.ArrowInvalid:  # the stream format, as `datasets` writes its cache
+            mapped.seek(0)
+            batches = pa.ipc.open_stream(mapped)
+            names = batches.schema.names
+        yield names, batches
 
 
 def _columns(file: Path, names: list[str], asked: tuple[str, ...] | None) -> list[str]:

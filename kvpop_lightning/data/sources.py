@@ -9,7 +9,7 @@ from kvpop_lightning.config.schema import DataConfig
 from kvpop_lightning.data import reasoning
 from kvpop_lightning.data.blocks import Blocks, ProceduralBlocks, chosen_families
 from kvpop_lightning.data.chat import ChatRenderer
-from kvpop_lightning.data.records import KINDS, Row, file_hashes, find_files, read_rows
+from kvpop_lightning.data.records import KINDS, Row, count_rows, file_hashes, find_files, read_rows
 from kvpop_lightning.errors import UserError
 
 
@@ -21,6 +21,9 @@ class Source(Protocol):
 
     def rows(self) -> Iterator[Row]:
         """All rows in order, the same every time, memory constant in their number."""
+
+    def count(self) -> int | None:
+        """How many rows there are, for an estimate; None when only reading them all would tell."""
 
 
 class FileSource:
@@ -39,6 +42,10 @@ class FileSource:
     def rows(self) -> Iterator[Row]:
         """Rows of the files, in the order of their names."""
         return read_rows(self.files, self.kind)
+
+    def count(self) -> int:
+        """Rows of the files; blank lines of JSONL count too."""
+        return count_rows(self.files, self.kind)
 
 
 def make_source(config: DataConfig, split: str = "train") -> Source:

@@ -13,6 +13,7 @@ from kvpop_lightning.config.schema import DataConfig
 from kvpop_lightning.data import families
 from kvpop_lightning.data.chat import ChatRenderer
 from kvpop_lightning.data.distances import fact_distances
+from kvpop_lightning.data.document_blocks import told
 from kvpop_lightning.data.problem import Problem
 from kvpop_lightning.data.rows import PackedRows, write_json
 
@@ -32,6 +33,7 @@ def split_stats(rows: PackedRows) -> dict[str, Any]:
     index = rows.index
     return {
         "rows": len(rows),
+        "rows_asked": index["rows_asked"],
         "row_length": rows.row_length,
         "tokens": index["tokens"],
         "supervised_share": index["supervised_tokens"] / max(1, index["tokens"]),
@@ -87,10 +89,7 @@ def show(title: str, stats: dict[str, Any]) -> str:
         f"({stats['documents_per_row']:.1f} a row), {stats['tokens']} tokens, packed "
         f"{stats['packing_efficiency']:.1%}, supervised {stats['supervised_share']:.1%}"
     ]
-    if stats["account"]:
-        told = stats["account"]
-        dropped = ", ".join(f"{name} {count}" for name, count in told["dropped"].items()) or "none"
-        lines.append(f"  source: {told['read']} rows read, {told['kept']} kept, dropped: {dropped}")
+    lines += [f"  source: {line}" for line in told({"split": title, **stats})]
     lines += ["  tokens of a document:", *bars(stats["lengths"]), "  mix (share of the tokens):"]
     for name, part in list(stats["mix"].items())[:20]:
         share = part["tokens"] / max(1, stats["tokens"])

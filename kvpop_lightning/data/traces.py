@@ -26,7 +26,7 @@ from kvpop_lightning.data.blocks import chosen_families
 from kvpop_lightning.data.chat import ChatRenderer, Message, tokenizer_fingerprint
 from kvpop_lightning.data.conversation import BadRowError
 from kvpop_lightning.data.decontaminate import problem_of
-from kvpop_lightning.data.prepare import bar
+from kvpop_lightning.data.progress import bar
 from kvpop_lightning.data.rows import disk_message, write_whole
 from kvpop_lightning.data.sources import make_source, source_identity
 from kvpop_lightning.errors import UserError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,6 +57,29 @@ def test_stats_of_a_file_say_where_its_rows_went(words, tmp_path, capsys):
     assert told["read"] == 62 == told["kept"] + sum(told["dropped"].values())
     assert (told["dropped"]["duplicate"], told["dropped"]["bad_row_missing_field"]) == (1, 1)
     assert "source: 62 rows read" in capsys.readouterr().out
+
+
+def test_prepare_says_what_became_of_the_rows_and_which_keys_decide(words, tmp_path, capsys):
+    """`prepare` never evaluates: two evaluation rows are fine though eval.rows is 4."""
+    rows = [{"problem": f"Add {n} and 1 to it, and then say so.", "solution": "1. " * 99} for n in range(60)]
+    rows.append({"problem": "Another one.", "solution": "1 + 1 = 2. " * 900})
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    (tmp_path / "suite.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:2]) + "\n")
+    asked = [*words, "data=jsonl", f"data.path={tmp_path}/a.jsonl", "data.eval_share=0.2", "data.eval_rows=2"]
+    suites = [f"data.suites=[{tmp_path}/suite.jsonl]", "data.ngram=9"]
+    assert main(["prepare", *asked, *suites, "data.decontaminate=report", "data.train_rows=null"]) == 0
+    out = capsys.readouterr().out
+    assert "train: 61 rows read, " in out
+    assert "train: 1 longer than a row: cut to it (data.too_long)" in out
+    assert re.search(r"train: [12] overlap with evaluation problems, listed in index.json: a.jsonl:", out)
+    assert "were not needed: data.train_rows" not in out
+    assert re.search(r"eval: \d+ more were not needed: data.eval_rows=2", out)
+    assert main(["data", "stats", *asked, *suites, "data.train_rows=2"]) == 0
+    out = capsys.readouterr().out
+    assert "dropped: contaminated" in out
+    assert "more were not needed: data.train_rows=2" in out
+    assert main(["prepare", *words, "data.train_rows=null"]) == 2
+    assert "data.train_rows=null: problems of data.source=procedural never end" in capsys.readouterr().err
 
 
 def test_check_finds_what_sizes_do_not_show(words, tmp_path, capsys):

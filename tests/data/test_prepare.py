@@ -236,6 +236,9 @@ def test_a_problem_of_the_evaluation_file_is_not_trained_on(config, tokenizer, t
     assert train.index["counts"]["documents"] == 16
     assert len(evaluation) == 4
     assert evaluation.index["rows_asked"] == 9
+    nothing = replace(asked, eval_path=None, eval_share=0.0)
+    with pytest.raises(UserError, match=r"no eval rows .*raise data\.eval_share or give data\.eval_path"):
+        prepare(nothing, tokenizer)
 
 
 def test_unusable_settings_say_what_to_do(config, tokenizer, tmp_path):
@@ -252,11 +255,19 @@ def test_unusable_settings_say_what_to_do(config, tokenizer, tmp_path):
         (replace(config, too_long="cut"), "data.too_long must be one of"),
         (replace(files, path=None), "data.path is not set"),
         (replace(files, row_length=2000), "lower data.row_length, set data.eval_single_document=false"),
+        (replace(files, eval_share=1.0), "all are set aside for evaluation: lower data.eval_share"),
+        (replace(config, train_rows=None), "data.train_rows must be set: the problems"),
+        (replace(files, row_length=8, too_long="drop"), "raise data.row_length or set data.too_long=trunc"),
+        (
+            replace(files, max_tokens=3),
+            "longer than data.max_tokens: raise it (other_split 7, over_max_tokens 33,",
+        ),
     ]
     for asked, words in cases:
         with pytest.raises(UserError) as error:
             prepare(asked, tokenizer)
         assert words in str(error.value)
+        assert "_needed 0" not in str(error.value), "what did not happen is not told"
         assert "\n" not in str(error.value)
 
 

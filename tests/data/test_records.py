@@ -12,7 +12,7 @@ from kvpop_lightning.config.schema import DataConfig
 from kvpop_lightning.data.conversation import BadRowError, messages_of
 from kvpop_lightning.data.document_blocks import DocumentBlocks
 from kvpop_lightning.data.documents import Document
-from kvpop_lightning.data.records import find_files, parse_line, read_rows
+from kvpop_lightning.data.records import count_rows, find_files, parse_line, read_rows
 from kvpop_lightning.errors import UserError
 
 GOOD = {
@@ -46,7 +46,7 @@ def test_jsonl_both_layouts_and_non_ascii(tmp_path):
     ("row", "reason", "words"),
     [
         ({"problem": "x"}, "missing_field", "missing field 'solution'"),
-        ({"question": "x"}, "missing_field", "missing field 'problem'"),
+        ({"question": "x", "y": 1}, "missing_field", "missing field 'problem'.*this one has question, y"),
         ({"messages": []}, "empty_messages", "`messages` is empty"),
         ({"messages": "hello"}, "wrong_type", "`messages` is a str"),
         ({"messages": [{"role": "user"}]}, "missing_field", r"messages\[0\] needs"),
@@ -136,6 +136,40 @@ def test_unreadable_files(tmp_path):
         list(read_documents([tmp_path / "blank.jsonl"], "jsonl", "skip", Counter()))
     with pytest.raises(UserError, match=r"no\.parquet is not a readable Parquet file"):
         list(read_documents([tmp_path / "no.parquet"], "parquet", "error", Counter()))
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "words"),
+    [
+        (b"PAR1\xff\xff", "jsonl", "not UTF-8 at byte 4; it looks like Parquet: data=parquet"),
+        (b"\x1f\x8b\x08\xff", "jsonl", "not UTF-8 at byte 1; it is compressed with gzip: unpack it first"),
+        (b'[\n {"problem": "a"}\n]', "jsonl", "it looks like one JSON array: write one object a line"),
+        (b'[{"problem": "a", "solution": "b"}]', "jsonl", "not an object; it looks like one JSON array"),
+        (b'{"problem": "a", "solution": "b"}', "parquet", "it looks like JSON lines: data=jsonl"),
+        (b"PAR1 cut off", "parquet", "is not a readable Parquet file: [^;]*$"),
+        (b"PAR1 cut off", "arrow", "is not a readable Arrow file.*; it looks like Parquet: data=parquet"),
+        (b"ARROW1\0\0", "parquet", "it looks like Arrow: data=arrow"),
+    ],
+)
+def test_a_file_of_another_kind_says_what_it_seems_to_be(tmp_path, content, kind, words):
+    (tmp_path / "file").write_bytes(content + b"\n")
+    with pytest.raises(UserError, match=words):
+        list(read_documents([tmp_path / "file"], kind, "error", Counter()))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_rows_are_counted_without_being_read(tmp_path, kind):
+    files = [tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"]
+    for file, number in zip(files, (700, 5), strict=True):
+        table = pa.table({"problem": ["p"] * number, "solution": ["s"] * number})
+        if kind == "jsonl":
+            write(file, table.to_pylist())
+        elif kind == "parquet":
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_stream(str(file), table.schema) as writer:
+                writer.write_table(table, max_chunksize=300)
+    assert count_rows(files, kind) == 705 == len(list(read_rows(files, kind)))
 
 
 def test_documents_are_split_by_the_problem():
