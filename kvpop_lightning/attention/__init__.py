@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpop_lightning.attention.dispatch import BACKENDS, sparse_attention, unavailable_backends
+from kvpop_lightning.attention.dispatch import BACKENDS, as_autocast, sparse_attention, unavailable_backends
 from kvpop_lightning.attention.reference import log_normalizer, reference_attention, visible_keys
 from kvpop_lightning.attention.sdpa import dense_attention, masked_attention
 from kvpop_lightning.attention.segments import Segment, find_segments
@@ -11,6 +11,7 @@ from kvpop_lightning.attention.soft import soft_attention
 __all__ = [
     "BACKENDS",
     "Segment",
+    "as_autocast",
     "dense_attention",
     "find_segments",
     "log_normalizer",

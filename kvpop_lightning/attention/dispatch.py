@@ -39,6 +39,18 @@ def choose_backend(query: Tensor, key: Tensor, *, budget: Budget, need_lse: bool
     return chosen
 
 
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Floating-point tensors as a surrounding autocast hands them to PyTorch's own attention.
+
+    The library's RoPE leaves queries and keys in float32 there, values in half precision.
+    """
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def backend_refusal(backend: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -> str | None:
     """Why a backend of `BACKENDS` cannot take these tensors (which may hold no token), in a few words."""
     if backend == "triton":
@@ -76,7 +88,7 @@ def sparse_attention(
     (METHOD.md, section 2).
 
     Args:
-        query: [B, Hq, T, D], after RoPE.
+        query: [B, Hq, T, D], after RoPE; under autocast all three are taken in its dtype.
         key, value: [B, Hkv, T, D], not repeated for the query heads; query head g reads KV head `g // (Hq //
             Hkv)`.
         eviction_time: int64 [B, Hkv, T], row index of the first query that no longer sees the key (NEVER =
@@ -104,6 +116,7 @@ def sparse_attention(
         RuntimeError: `backend="flex"` on a GPU where torch.compile is switched off or gave up.
     """
     check_shapes(query, key, value, eviction_time)
+    query, key, value = as_autocast(query, key, value)
     B, _, T, D = query.shape
     scale = D**-0.5 if scale is None else float(scale)
     if backend not in BACKENDS:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpop_lightning.attention import dense_attention, masked_attention, sparse_attention
+from kvpop_lightning.attention import as_autocast, dense_attention, masked_attention, sparse_attention
 from kvpop_lightning.models.compat import register_attention
 from kvpop_lightning.models.context import ForwardContext, LayerObservation
 from kvpop_lightning.policy.own_attention import OwnAttention
@@ -93,6 +93,7 @@ def _parallel(
     if call.mode.prefix is not None:
         start = call.mode.prefix[layer].length
         query, key, value, hidden = call.mode.prefix[layer].extended(query, key, value, hidden)
+    query, key, value = as_autocast(query, key, value)  # decisions and observers read what attention reads
     eviction: Tensor | None = None
     score: Tensor | None = None
     priority: Tensor | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpop_lightning import Budget, retrofit
-from kvpop_lightning.attention import BACKENDS, unavailable_backends
+from kvpop_lightning.attention import BACKENDS, sparse_attention, unavailable_backends
 from kvpop_lightning.config.choices import CHOICES
 from kvpop_lightning.config.compose import compose
 from kvpop_lightning.config.policies import retrofit_options
@@ -166,3 +166,34 @@ def test_an_attention_that_knows_its_normaliser_hands_it_to_observers() -> None:
     for layer in seen:
         assert layer.known_lse is not None
         torch.testing.assert_close(layer.lse, replace(layer, known_lse=None).lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_under_autocast_attention_reads_one_half_precision_dtype(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """RoPE leaves queries and keys in float32: the kernels for half precision would never run in training."""
+    dtypes: list[torch.dtype] = []
+    real = attend.sparse_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtypes.extend(x.dtype for x in (query, key, value))
+        return real(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(attend, "sparse_attention", spy)
+    model = retrofit(tiny_model(family), BUDGET)
+    seen: list[LayerObservation] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16), observe(model, seen.append):
+        lowered = model(ids(), use_cache=False).logits
+    assert set(dtypes) == {torch.bfloat16}
+    assert {layer.key.dtype for layer in seen} == {torch.bfloat16}
+    assert all(layer.score is not None and layer.score.dtype == torch.float32 for layer in seen)
+    lowered.float().square().mean().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if n.endswith("q_proj.weight"))
+    with torch.no_grad():
+        exact = model(ids(), use_cache=False).logits
+    assert (lowered.float() - exact).abs().median() < 0.05
+    doubled = sparse_attention(
+        *(torch.randn(3, 1, 2, 9, 8).double()), torch.full((1, 2, 9), 99), budget=BUDGET
+    )
+    assert doubled[0].dtype == torch.float64
