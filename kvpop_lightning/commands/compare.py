@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 SUMMARY = "train policies and compare them with all baselines in one table"
 DETAILS = """Trains what train_policies names and whatever else eval.policies needs, then evaluates
     eval.policies at eval.budgets: `kvpop train` and `kvpop evaluate` under one tracking run, with one
-    nested run per trained policy. An interrupted comparison goes on with the same command, a finished one
-    reuses everything."""
+    nested run per trained policy. A policy that cannot be trained in this setting says why in its cells.
+    An interrupted comparison goes on with the same command, a finished one reuses everything."""
 KEYS = tuple(dict.fromkeys(("train_policies", *evaluate.KEYS, *train.KEYS)))
 DEFAULT_EXPERIMENT: str | None = None
 
@@ -34,6 +34,7 @@ def compare(config: Config, call: Call) -> EvaluationResult:
     With a frozen base one copy of the model and one set of rows serve all trainings and the evaluation.
     """
     from kvpop_lightning.data import PackedMathDataModule
+    from kvpop_lightning.evaluation.compare import train_all
     from kvpop_lightning.evaluation.evaluate import evaluate as evaluate_policies
     from kvpop_lightning.models import is_retrofitted, load_model, unretrofit
     from kvpop_lightning.tracking import TrackedRun
@@ -54,13 +55,16 @@ def compare(config: Config, call: Call) -> EvaluationResult:
             data.setup("fit")
             tracked.set_tags({"data.fingerprint": data.fingerprint})
             shared = {"model": model, "tokenizer": tokenizer, "data": data}
-        for policy in policies_to_compare(config):
+
+        def train_one(policy: str) -> None:
             chosen = with_policy(config, policy)
             with tracked.child(policy, chosen):
                 # A base that is trained gets a copy of its own.
                 train_policy(chosen, **(shared if chosen.trainer.base == "frozen" else {}))
+
+        refused = train_all(policies_to_compare(config), train_one)
         if shared and is_retrofitted(shared["model"]):
             unretrofit(shared["model"])
-        result = evaluate_policies(config, **shared)
+        result = evaluate_policies(config, refused=refused, **shared)
         keep_result(tracked, result)
     return result

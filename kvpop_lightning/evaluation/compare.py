@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from kvpop_lightning.config.policies import with_policy
 from kvpop_lightning.config.schema import Config
+from kvpop_lightning.errors import UserError
 from kvpop_lightning.evaluation.evaluate import EvaluationResult, evaluate
 from kvpop_lightning.evaluation.table import notes, summary_lines, terminal_table
 from kvpop_lightning.evaluation.trained import is_trained, policy_folder, trained_names
@@ -25,6 +27,26 @@ def print_result(result: EvaluationResult, console: Console | None = None) -> No
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def train_all(policies: Sequence[str], train_one: Callable[[str], None]) -> dict[str, str]:
+    """Trains one policy after the other; one that cannot be trained does not stop the rest.
+
+    Returns:
+        Why each of those could not be trained, one line by name, for `evaluate(refused=...)`.
+
+    Raises:
+        UserError: none of them could: the first one's reason.
+    """
+    failed: dict[str, UserError] = {}
+    for policy in policies:
+        try:
+            train_one(policy)
+        except UserError as error:
+            failed[policy] = error
+    if failed and len(failed) == len(policies):
+        raise next(iter(failed.values()))
+    return {name: f"not trained: {' '.join(str(error).split())}" for name, error in failed.items()}
+
+
 def compare(config: Config, *, console: Console | None = None, **options: Any) -> EvaluationResult:
     """Train every policy of `eval.policies` that needs it and is not in `run_dir/policy`, then evaluate all.
 
@@ -37,9 +59,12 @@ def compare(config: Config, *, console: Console | None = None, **options: Any) -
     """
     from kvpop_lightning.training.fit import train
 
-    for name in trained_names(config.eval.policies):
-        if not is_trained(policy_folder(config, name)):
-            train(with_policy(config, name))
-    result = evaluate(config, **options)
+    missing = [n for n in trained_names(config.eval.policies) if not is_trained(policy_folder(config, n))]
+
+    def train_one(policy: str) -> None:
+        train(with_policy(config, policy))
+
+    refused = train_all(missing, train_one)
+    result = evaluate(config, refused=refused, **options)
     print_result(result, console)
     return result

@@ -7,7 +7,7 @@ bytes (METHOD.md, section 5).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,13 +155,16 @@ def at_budget(
     return again.to(policy.decay.device)
 
 
-def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[Contestant]:
+def build_contestants(
+    model: Any, config: Config, names: Sequence[str], refused: Mapping[str, str] | None = None
+) -> list[Contestant]:
     """Every policy of `names` at every budget of `eval.budgets` (`full` once).
 
     One that cannot run at a budget, as when equal bytes do not pay for its state, is there with its reason.
 
     Args:
         model: retrofitted, whatever its policy: gives shapes and device.
+        refused: policies of `names` that are known not to run, with the reason.
 
     Raises:
         UserError: an unknown policy, one that is not in `run_dir/policy/<name>` yet, a budget too small.
@@ -175,6 +178,9 @@ def build_contestants(model: Any, config: Config, names: Sequence[str]) -> list[
             raise UserError(f"eval.policies: {error}") from None
         if spec.scorer is None:
             found.append(Contestant(name, config.eval.reference_length, key={"policy": name}))
+            continue
+        if reason := (refused or {}).get(name):
+            found += [Contestant(name, n, key={"policy": name}, reason=reason) for n in config.eval.budgets]
             continue
         trained, own_model, base = None, None, None
         if spec.trained:

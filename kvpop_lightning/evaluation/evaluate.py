@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,7 @@ def evaluate(
     tokenizer: Any = None,
     data: Any = None,
     progress: bool | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> EvaluationResult:
     """Compare policies with the dense model on held-out rows; writes `table.json`, `table.md` and figures.
 
@@ -234,6 +235,7 @@ def evaluate(
         model, tokenizer: as `load_model` gives them; None = loaded from `config.model`.
         data: a prepared DataModule; None = made from `config.data`.
         progress: None = `trainer.progress`.
+        refused: policies that cannot run, by name with the reason; their cells say it.
 
     Raises:
         UserError: an unknown policy, one that is not trained yet, a budget that cannot hold sinks and window,
@@ -254,7 +256,7 @@ def evaluate(
         retrofit(model, budget_of(config, max(config.eval.budgets)), policy="streaming_llm")
     before = model.kvpop
     try:
-        contestants = build_contestants(model, config, policies or config.eval.policies)
+        contestants = build_contestants(model, config, policies or config.eval.policies, refused)
         run = Evaluation(
             config,
             model,

@@ -14,7 +14,7 @@ from kvpop_lightning.training.forward import Batch
 from kvpop_lightning.training.gates import GateModule, SoftPass
 from kvpop_lightning.training.module import Metrics
 
-_CHUNK = 128
+_BLOCK_ELEMENTS = 2**24
 
 
 class RetentionPass(SoftPass):
@@ -45,8 +45,9 @@ def capacity(log_beta: Tensor, budget: int, layout: DocumentLayout) -> tuple[Ten
     """
     length = log_beta.shape[-1]
     excess, held = log_beta.new_zeros(()), log_beta.new_zeros(())
-    for start in range(0, length, _CHUNK):
-        stop = min(start + _CHUNK, length)
+    chunk = max(16, _BLOCK_ELEMENTS // max(1, log_beta.shape[0] * log_beta.shape[1] * length))
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
         age = layout.position[:, start:stop, None] - layout.position[:, None, :stop]
         there = layout.real[:, start:stop, None] & layout.real[:, None, :stop] & (age >= 0)
         there = there & (layout.start[:, start:stop, None] == layout.start[:, None, :stop])

@@ -17,6 +17,8 @@ from kvpop_lightning.config.schema import (
     ModelConfig,
     PolicyConfig,
 )
+from kvpop_lightning.errors import UserError
+from kvpop_lightning.evaluation.compare import train_all
 from kvpop_lightning.evaluation.evaluate import evaluate
 from kvpop_lightning.models import tiny_model, tiny_tokenizer
 from kvpop_lightning.policy.scorers import build_scorer, scorer_types
@@ -110,3 +112,31 @@ def test_a_policy_that_cannot_run_says_so(tmp_path) -> None:
     again = evaluate(config, model=model, tokenizer=tiny_tokenizer(), data=data, progress=False)
     assert again.computed == 0
     assert again.table == result.table
+
+
+def test_a_training_that_cannot_be_is_a_cell_with_its_reason(tmp_path) -> None:
+    def train_one(name: str) -> None:
+        if name != "kvpop_mlp":
+            raise UserError(f"{name} is\nimpossible")
+
+    refused = train_all(["dms", "kvpop_mlp", "dmc"], train_one)
+    assert refused == {name: f"not trained: {name} is impossible" for name in ("dms", "dmc")}
+    with pytest.raises(UserError, match="dms is"):
+        train_all(["dms", "dmc"], train_one)
+    config = Config(
+        model=ModelConfig(source="tiny-llama"),
+        data=DataConfig(row_length=T),
+        policy=PolicyConfig(budget=BudgetConfig(sink=2, window=6, topk=12)),
+        eval=EvalConfig(policies=["dms", "streaming_llm"], budgets=[20, 16], reference_length=T, rows=2,
+        figures=False), run_dir=str(tmp_path),
+    )  # fmt: skip
+    data = SimpleNamespace(eval_rows=rows(), fingerprint="x")
+    model = tiny_model("llama", kv_heads=2, group=3)
+    result = evaluate(
+        config, model=model, tokenizer=tiny_tokenizer(), data=data, progress=False, refused=refused
+    )
+    cells = {(e["policy"], e["budget"]): e for e in result.table}
+    for budget in (20, 16):
+        assert cells["dms", budget]["reason"] == refused["dms"]
+        assert cells["streaming_llm", budget]["kl"] > 0
+    assert "dms at 16 keys: cannot run (not trained: dms is impossible)" in result.markdown_path.read_text()
