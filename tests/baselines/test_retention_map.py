@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_loops import STATIC, STEPWISE, plain_map
+from rule_loops import STATIC, STEPWISE, plain_map, texts_of
 from torch import Tensor
 
 from kvpop_lightning.baselines import available, build_policy, get, retention_map
@@ -112,6 +112,53 @@ def test_ties(name: str, kind: str) -> None:
     check(name, query, key, value, Budget(1, 2, 4), None, **OPTIONS.get(name, {}))
 
 
+def fading_loop(log_beta: list[float], budget: Budget) -> list[set[int]]:
+    """One head's text under retention gates: at query i the key of lowest `beta_j ** (i - j)` goes, the
+    oldest of equals, once B are held; the first tokens and the next query's window are spared.
+    """
+    held: list[int] = []
+    sees = []
+    for i in range(len(log_beta)):
+        held.append(i)
+        sees.append(set(held))
+        if len(held) == budget.total:
+            free = [j for j in held if j >= budget.sink and i + 1 - j >= budget.window]
+            held.remove(min(free, key=lambda j: ((i - j) * log_beta[j], j)))
+    return sees
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_retention_gates_are_their_plain_loop(heads: int, kind: str) -> None:
+    """Rates that differ, so that the order changes with age, and rates whose products meet exactly."""
+    g = torch.Generator().manual_seed(heads)
+    changed = 0
+    for seed, ids in enumerate(layouts().values()):
+        budget = [Budget(2, 3, 4), Budget(0, 2, 3), Budget(1, 4, 2)][seed]
+        rate = -torch.rand(2, heads, 26, generator=g, dtype=torch.float64)
+        if kind == "ties":
+            rate = -torch.tensor([0.25, 0.5, 1.0, 0.0]).double()[
+                torch.randint(0, 4, (2, heads, 26), generator=g)
+            ]
+        policy = build_policy(
+            "retention_gate", budget, num_layers=1, num_heads=heads, head_dim=DIM, hidden_size=3
+        )
+        policy.layer_scorer(0).log_beta = lambda hidden, rate=rate: rate
+        query, key, value = tensors(3, heads=heads)
+        got = retention_map(
+            "retention_gate", query, key, value, budget=budget, document_ids=ids, policy=policy,
+            hidden=torch.zeros(2, 26, 3),
+        )  # fmt: skip
+        expected = torch.zeros_like(got)
+        for row, columns in texts_of(ids, 2, 26):
+            for h in range(heads):
+                for i, attended in enumerate(fading_loop(rate[row, h, columns].tolist(), budget)):
+                    expected[row, h, columns[i], [columns[j] for j in attended]] = True
+        assert torch.equal(got, expected)
+        changed += int((got.sum(-1) == budget.total).sum())
+    assert changed > 50, "the budget must be reached"
+
+
 @pytest.mark.parametrize("name", ["tova", "tova_head"])
 def test_equal_attention_is_a_sliding_window(name: str) -> None:
     query, key, value = tensors(2, kind="flat")
@@ -148,6 +195,8 @@ def test_common_promises_of_every_policy() -> None:
     hidden = torch.randn(2, 26, 5, dtype=torch.float64)
     budget = Budget(1, 3, 4)
     for name in available():
+        if get(name).merges:  # no map: tests/baselines/test_dmc.py
+            continue
         for ids in layouts().values():
             seen = retention_map(
                 name, query, key, value, budget=budget, document_ids=ids, hidden=hidden,
