@@ -30,6 +30,7 @@ from kvpop_lightning.config.folders import check_folders
 from kvpop_lightning.config.own_policies import import_policies
 from kvpop_lightning.disk import causes, is_disk_full, path_without_room
 from kvpop_lightning.errors import ConfigError, Terminated, UserError
+from kvpop_lightning.signals import sigterm_interrupts
 
 MISTAKE, INTERRUPTED, TERMINATED = 2, 130, 143
 GOES_ON = ("ablate", "compare", "data", "demo", "evaluate", "prepare", "sweep", "train")
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: Command, config: object, call: Call) -> int:
     """Lightning answers an interruption with `sys.exit`; what it was stands in the exception's context."""
     try:
-        return command.run(config, call)  # type: ignore[arg-type]
+        with sigterm_interrupts():
+            return command.run(config, call)  # type: ignore[arg-type]
     except SystemExit as stop:
         for cause in causes(stop):
             if isinstance(cause, KeyboardInterrupt):

@@ -16,6 +16,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@180
 #SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=kvpop-sweep-%A_%a.log
 set -euo pipefail
 

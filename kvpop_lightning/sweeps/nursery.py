@@ -184,6 +184,9 @@ def serve(requests: int, replies: int) -> None:
     """Forks a process per request until the requests' pipe closes."""
     import importlib
 
+    # A scheduler that takes a job back signals every process of it. The sweep answers, and closes the pipe.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
@@ -221,6 +224,8 @@ def _become_trial(request: Mapping[str, Any]) -> None:
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(request["cwd"])  # the paths are relative to the sweep's folder of today
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)

@@ -23,6 +23,7 @@ from kvpop_lightning.config.compose import OWN_KEYS
 from kvpop_lightning.config.describe import settings
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import Terminated, UserError
+from kvpop_lightning.signals import sigterm_interrupts
 
 HEAVY = ("torch", "lightning", "transformers", "mlflow", "numpy", "matplotlib", "pyarrow")
 
@@ -340,3 +341,31 @@ def test_a_missing_model_folder_is_refused_before_the_libraries_load(
     monkeypatch.setattr("kvpop_lightning.cli._set_up_process", lambda: pytest.fail("went on"))
     assert main(["train", "model.source=path", f"model.path={tmp_path}/none"]) == 2
     assert f"model.path={tmp_path}/none is not a folder" in capsys.readouterr().err
+
+
+def test_sigterm_interrupts_once_and_the_handler_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[str] = []
+    with pytest.raises(Terminated), sigterm_interrupts():  # noqa: PT012  (the block is a program)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # an impatient second one
+            time.sleep(0.05)
+            seen.append("cleaned up")
+    assert seen == ["cleaned up"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_fork_dies_of_sigterm_as_usual() -> None:
+    with sigterm_interrupts():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                time.sleep(30)
+            finally:
+                os._exit(7)
+        time.sleep(0.2)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import optuna
 import psutil
 import pytest
 import sweep_cases
@@ -18,6 +19,7 @@ from real_runs import check_runs, finish, runs, start
 from kvpop_lightning.sweeps import exit_codes, worker
 from kvpop_lightning.sweeps.driver import run_sweep
 from kvpop_lightning.sweeps.objective import Objective
+from kvpop_lightning.sweeps.storage import open_storage, storage_address
 from kvpop_lightning.sweeps.trial import CHILD, TrialResult, run_trial
 
 pytestmark = pytest.mark.slow
@@ -168,3 +170,36 @@ def test_a_pruned_trial_writes_a_checkpoint_and_can_go_on(project: Path) -> None
     assert "going on from step" in (project / "trial/child.log").read_text()
     assert again.run_id == result.run_id
     assert run_of(project, again).info.status == "FINISHED"
+
+
+def test_a_worker_that_a_scheduler_takes_back_gives_its_trial_back(project: Path) -> None:
+    """A scheduler signals every process of the job at once: the worker, its fork server, the trial."""
+    given = [
+        "smoke",
+        "trials=1",
+        "trainer.max_steps=2000",
+        "time_limit_s=600",
+        f"storage={project}/study.log",
+    ]
+    finish(start(*given, "workers=0"))
+    worker = start(*given, "--worker")
+    checkpoint = project / "runs/sweeps/smoke/trials/0000/checkpoints/kvpop_mlp/last.ckpt"
+    log = project / "runs/sweeps/smoke/trials/0000/metrics.jsonl"
+    try:
+        until = time.monotonic() + 200
+        while not (log.exists() and '"train/loss"' in log.read_text()) and time.monotonic() < until:
+            assert worker.poll() is None, finish(worker)
+            time.sleep(0.1)
+        first = psutil.Process(worker.pid)
+        for process in [*first.children(recursive=True), first]:
+            process.terminate()
+        text = finish(worker, 60)
+    finally:
+        worker.kill()
+    assert worker.returncode == 143, text
+    assert "interrupted" in text, text
+    assert checkpoint.exists()
+    storage = open_storage(storage_address(f"{project}/study.log", project), 1)
+    (taken, waiting) = optuna.load_study(study_name="smoke", storage=storage).get_trials()
+    assert (taken.state.name, waiting.state.name) == ("FAIL", "WAITING")
+    assert waiting.user_attrs.get("attempt", 0) == 0, "a scheduler's signal is no fault of the trial"
