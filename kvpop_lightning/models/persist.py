@@ -102,7 +102,8 @@ def load(path: str | Path, base: Any = None, *, strict: bool = True) -> Any:
             dtype is the same).
 
     Returns:
-        The model in evaluation mode.
+        The model in evaluation mode: on the CPU if the folder holds the base's weights, on
+        `model.device=auto` if it names the base.
 
     Raises:
         UserError: no such folder, another format version, missing or misshapen weights, a base that cannot be

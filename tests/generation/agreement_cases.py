@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,20 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from kvpop_lightning import BoundedCache, dense, retrofit
 from kvpop_lightning.data.sample import sample_text
 from kvpop_lightning.generation import Engine, Sampling
-from kvpop_lightning.generation.runners import make_runner
+from kvpop_lightning.generation.runners import GraphRunner, make_runner
 from kvpop_lightning.models import observe, replay
 from kvpop_lightning.policy import NEVER, Budget
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "invariant"))
+from invariant_checks import Run, check_free_running, strengthen  # noqa: E402
+
 BUDGET = Budget(4, 32, 92)
+SCORERS: dict[str, dict[str, int]] = {"mlp": {}, "mlstm": {"memory_dim": 8, "value_dim": 16}}
 GAP = 1e-3
 """Nats between the two likeliest tokens under which rounding may swap them."""
+TOLERANCE = 5e-4
+"""Logits of one text with one eviction pattern, computed in two ways in float32."""
 
 
 def held_out(tokenizer: Any, tokens: int) -> Tensor:
@@ -35,9 +41,7 @@ def held_out(tokenizer: Any, tokens: int) -> Tensor:
     return tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
 
 
-def with_scorer(model: Any, tokenizer: Any, scorer: str, **options: Any) -> Any:
-    from invariant_checks import strengthen
-
+def with_scorer(model: Any, tokenizer: Any, scorer: str) -> Any:
     text = sample_text("mixed", seed=1, min_tokens=1200)
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :1000].to(model.device)
     moments: list[dict[str, Tensor]] = []
@@ -48,7 +52,7 @@ def with_scorer(model: Any, tokenizer: Any, scorer: str, **options: Any) -> Any:
             found[f"{name}_mean"], found[f"{name}_std"] = x.mean(axes), x.std(axes)
         moments.append(found)
 
-    retrofit(model, BUDGET, scorer=scorer, decay=0.74, decay_step=32, seed=1, **options)
+    retrofit(model, BUDGET, scorer=scorer, decay=0.74, decay_step=32, seed=1, **SCORERS[scorer])
     with torch.no_grad(), dense(model), observe(model, keep):
         model(ids, use_cache=False)
     for one, found in zip(model.kvpop.scorers, moments, strict=True):
@@ -64,32 +68,61 @@ class Forced(LogitsProcessor):
         self.ids, self.logits = ids, list[Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.logits.append(scores.clone())
+        self.logits.append(scores.cpu())
         forced = torch.full_like(scores, -math.inf)
         forced[:, self.ids[0, input_ids.shape[1]]] = 0.0
         return forced
 
 
-def by_generate(model: Any, ids: Tensor) -> tuple[Tensor, BoundedCache]:
-    """Logits [T - 1, V] of the tokens behind the first, from the library's `generate`, text forced."""
+def by_generate(model: Any, ids: Tensor, seconds: float | None = None) -> Run:
+    """From the library's `generate`, text forced, logits [1, N, V] behind the first N tokens; N = T - 1, or
+    what `seconds` allow."""
     cache, forced = BoundedCache(model), Forced(ids)
     model.generate(
         ids[:, :1], attention_mask=torch.ones_like(ids[:, :1]), past_key_values=cache, do_sample=False,
-        max_new_tokens=ids.shape[1] - 1, logits_processor=LogitsProcessorList([forced]),
+        max_new_tokens=ids.shape[1] - 1, max_time=seconds, logits_processor=LogitsProcessorList([forced]),
     )  # fmt: skip
-    return torch.cat(forced.logits), cache
+    logits = torch.stack(forced.logits, dim=1)
+    return Run(logits, [cache.eviction_times(n).cpu() for n in range(len(cache.layers))])
 
 
 @torch.no_grad()
-def by_engine(model: Any, ids: Tensor, backend: str) -> tuple[Tensor, BoundedCache]:
-    """The same from the engine's runner, and what its slot held at the end."""
-    runner = make_runner(model, 1, backend)
-    tokens = ids[0].tolist()
-    text, logits = runner.read(tokens[:1], 1)
+def by_engine(model: Any, ids: Tensor, backend: str, seconds: float = math.inf) -> Run:
+    """The same from the engine's runner, evictions read off the tokens its slot holds after each step."""
+    runner, tokens, end = make_runner(model, 1, backend), ids[0].tolist(), time.time() + seconds
+    text, first = runner.read(tokens[:1], 1)
     runner.put(0, text)
-    found = [logits.clone()]
-    found += [runner.step({0: token})[0].clone() for token in tokens[1:-1]]
-    return torch.stack(found), runner.take(0)
+    logits, last, number = [first.cpu()], None, 0
+    window, sink, topk = model.kvpop.budget.window, model.kvpop.budget.sink, model.kvpop.budget.topk
+    for number, token in enumerate(tokens[1:-1], start=1):
+        logits.append(runner.step({0: token})[0].cpu())
+        if isinstance(runner, GraphRunner):
+            position = runner.state.position[:, 0].long()
+        else:
+            position = torch.stack([layer.position[0] for layer in runner._caches[0].layers])
+        if last is None:  # the last query that saw each token
+            last = position.new_zeros(*position.shape[:2], len(tokens))
+        filled = min(max(number + 1 - window - sink, 0), topk)
+        last.scatter_(2, position[..., :filled], number)
+        if time.time() > end:
+            break
+    assert last is not None
+    at = torch.arange(len(logits), device=last.device)
+    held = torch.maximum(last[..., : len(logits)], (at + window - 1).clamp(max=number))
+    held[..., :sink] = number
+    times = torch.where(held == number, NEVER, held + 1).cpu()
+    return Run(torch.stack(logits)[None], list(times[:, None]))
+
+
+def part(run: Run, tokens: int) -> Run:
+    """Of its first `tokens` tokens."""
+
+    def cut(times: Tensor) -> Tensor:
+        times = times[..., :tokens]
+        return torch.where(times >= tokens, NEVER, times)
+
+    priorities = None if run.priorities is None else [one[..., :tokens] for one in run.priorities]
+    return Run(run.logits[:, :tokens], [cut(one) for one in run.evictions], priorities)
 
 
 def compared(ours: Tensor, theirs: Tensor) -> dict[str, Any]:
@@ -104,35 +137,51 @@ def compared(ours: Tensor, theirs: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@torch.no_grad()
-def teacher_forced(model: Any, ids: Tensor, backend: str = "auto") -> dict[str, Any]:
-    """The three ways over one text. The parallel forward also with the cache's own evictions imposed."""
-    parallel_times: list[Tensor] = []
-    with observe(model, lambda layer: parallel_times.append(layer.eviction)):
-        parallel = model(ids, use_cache=False).logits[0, :-1]
-    library, cache = by_generate(model, ids)
-    engine, left = by_engine(model, ids, backend)
-    length = cache.tokens_seen
-    times = [cache.eviction_times(layer) for layer in range(len(cache.layers))]
-    imposed = [torch.nn.functional.pad(t, (0, ids.shape[1] - length), value=NEVER) for t in times]
-    with replay(model, imposed):
-        replayed = model(ids, use_cache=False).logits[0, :-1]
-    other = sum(
-        int((ours != torch.where(theirs[..., :length] >= length, NEVER, theirs[..., :length])).sum())
-        for ours, theirs in zip(times, parallel_times, strict=True)
-    )
-    same_slots = all(
-        torch.equal(a.position.sort(-1).values, b.position.sort(-1).values)
-        for a, b in zip(cache.layers, left.layers, strict=True)
-    )
-    return {
-        "evictions": sum(int((t != NEVER).sum()) for t in times),
-        "evictions_decided_otherwise_by_parallel": other,
-        "library_against_replay": compared(library, replayed),
-        "library_against_parallel": compared(library, parallel),
-        "engine_against_library": compared(engine, library),
-        "engine_holds_the_same_tokens": same_slots,
-    }
+def against_parallel(model: Any, ids: Tensor, run: Run, parallel: Run) -> dict[str, Any]:
+    """A decoder against the parallel forward: with the decoder's own evictions imposed on it, and free."""
+    tokens = run.logits.shape[1]
+    with torch.no_grad(), replay(model, [one.to(ids.device) for one in run.evictions]):
+        replayed = model(ids[:, :tokens], use_cache=False).logits[0].cpu()
+    free = part(parallel, tokens)
+    found: dict[str, Any] = {
+        "evictions": sum(int((one != NEVER).sum()) for one in run.evictions),
+        "replayed": compared(run.logits[0], replayed),
+        "free": compared(run.logits[0], free.logits[0]) | {
+            "evictions_at_other_queries": others(run, free)[0]
+        },
+    }  # fmt: skip
+    try:
+        ties = check_free_running(free, run, TOLERANCE)
+        found["free"] |= {
+            "first_other_decision": ties.first, "decisions_until_then": ties.decisions,
+            "near_ties_until_then": ties.near_ties,
+        }  # fmt: skip
+    except AssertionError as error:
+        found["free"]["violation"] = str(error)
+    return found
+
+
+def others(a: Run, b: Run) -> tuple[int, int]:
+    """Evictions at other queries, and the first of those queries (the text's length if there is none)."""
+    count, first = 0, a.logits.shape[1]
+    for ours, theirs in zip(a.evictions, b.evictions, strict=True):
+        differs = ours != theirs
+        count += int(differs.sum())
+        if differs.any():
+            first = min(first, int(torch.minimum(ours, theirs)[differs].min()))
+    return count, first
+
+
+def between(ours: Run, theirs: Run) -> dict[str, Any]:
+    """Two decoders over the same text: all tokens, and those before the first decision taken otherwise."""
+    tokens = min(ours.logits.shape[1], theirs.logits.shape[1])
+    ours, theirs = part(ours, tokens), part(theirs, tokens)
+    count, first = others(ours, theirs)
+    found = compared(ours.logits[0], theirs.logits[0])
+    found |= {"evictions_at_other_queries": count, "first_other_decision": first}
+    if first:
+        found["until_then"] = compared(ours.logits[0, :first], theirs.logits[0, :first])
+    return found
 
 
 def batch_against_alone(model: Any, ids: Tensor, backend: str, new: int = 64) -> dict[str, Any]:
@@ -146,17 +195,17 @@ def batch_against_alone(model: Any, ids: Tensor, backend: str, new: int = 64) ->
         return [row[0].tokens for row in engine.generate(chosen, settings)]
 
     wide, one = Engine(model, slots=8, backend=backend), Engine(model, slots=1, backend=backend)
-    together = tokens(wide, prompts)
-    found = {
+    together, alone = tokens(wide, prompts), tokens(one, prompts)
+    found: dict[str, Any] = {
         "prompts": [len(prompt) for prompt in prompts],
+        "new_tokens": new,
         "same_engine_alone": sum(tokens(wide, [p])[0] == t for p, t in zip(prompts, together, strict=True)),
         "same_engine_reversed": tokens(wide, prompts[::-1])[::-1] == together,
-        "one_slot": sum(tokens(one, [p])[0] == t for p, t in zip(prompts, together, strict=True)),
+        "one_slot": sum(a == t for a, t in zip(alone, together, strict=True)),
     }
     # Where one slot went another way: how near the two likeliest tokens were there.
     gaps = []
-    for prompt, wanted in zip(prompts, together, strict=True):
-        got = tokens(one, [prompt])[0]
+    for prompt, wanted, got in zip(prompts, together, alone, strict=True):
         if got != wanted:
             at = next(n for n, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
             text = torch.tensor([prompt + wanted[:at]], device=model.device)
@@ -189,11 +238,48 @@ def long_generation(model: Any, ids: Tensor, backend: str, tokens: int) -> dict[
         piece.completion for piece in engine.stream(prompt, settings, keep=True) if piece.completion.finish
     ]
     sinks = slice(window, window + sink)
-    lost = sum(
-        int(((a.keys - b.keys)[:, :, sinks].abs().amax(-1) > 1e-4).sum())
-        for a, b in zip(before.layers, done.kept.layers, strict=True)
-    )
+    pairs = list(zip(before.layers, done.kept.layers, strict=True))
+    lost = sum(int(((a.keys - b.keys)[:, :, sinks].abs().amax(-1) > 1e-4).sum()) for a, b in pairs)
     return {
-        "tokens": len(done.tokens), "finish": done.finish, "logits_finite": bool(finite), "sinks_lost": lost,
+        "tokens": len(done.tokens), "positions": model.config.max_position_embeddings,
+        "last_position": done.position, "finish": done.finish, "logits_finite": bool(finite),
+        "sinks_lost": lost, "sinks": sum(a.keys[:, :, sinks].shape[1] * sink for a, _ in pairs),
         "keys_held": done.kept.keys_held, "different_tokens": len(set(done.tokens[-500:])),
     }  # fmt: skip
+
+
+def violations(name: str, found: dict[str, Any]) -> list[str]:
+    """What is not as it must be in the result of one part, for the tests and the report.
+
+    A decoder and the parallel forward with that decoder's own evictions imposed: the same logits within 5e-4
+    and the same likeliest token unless two are nearer than 1e-3. Free: the first decision taken otherwise
+    lies between priorities nearer than 1e-3 nats, and the logits agree up to there. From then on later layers
+    see another text, so tokens are only counted.
+    """
+    wrong = []
+
+    def need(fine: bool, what: str) -> None:
+        if not fine:
+            wrong.append(f"{name}: {what}")
+
+    if "replayed" in found:
+        replayed, free = found["replayed"], found["free"]
+        need(found["evictions"] > 50 * replayed["tokens"], f"only {found['evictions']} evictions")
+        need(replayed["differ"] == 0, f"{replayed['differ']} tokens differ under the same evictions")
+        need(replayed["largest_difference"] < TOLERANCE, f"logits {replayed['largest_difference']:.1e} off")
+        need(replayed["near_ties"] < replayed["tokens"] / 50, f"{replayed['near_ties']} near-ties")
+        need("violation" not in free, free.get("violation", ""))
+    elif "until_then" in found:
+        until = found["until_then"]
+        need(until["differ"] == 0, f"{until['differ']} tokens differ before another decision")
+        need(until["largest_difference"] < TOLERANCE, f"logits {until['largest_difference']:.1e} off")
+    elif "same_engine_alone" in found:
+        need(found["same_engine_alone"] == len(found["prompts"]), "texts depend on what runs beside them")
+        need(found["same_engine_reversed"], "texts depend on the order of the requests")
+        need(all(one["gap"] < 1e-2 for one in found["first_differences"]), "another text than in one slot")
+    elif "sinks_lost" in found:
+        need(found["logits_finite"], "logits are not finite")
+        need(found["sinks_lost"] == 0, f"{found['sinks_lost']} sinks lost")
+        need(found["keys_held"] == BUDGET.total, f"{found['keys_held']} keys held")
+        need(found["different_tokens"] > 5, "the text is one of a few tokens")
+    return wrong

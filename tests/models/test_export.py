@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def logits(model: Any) -> torch.Tensor:
-    return model(X, use_cache=False).logits.detach()
+    return model(X.to(model.device), use_cache=False).logits.detach().cpu()
 
 
 def test_it_loads_as_base_and_as_retrofitted_model(folder: Path) -> None:
@@ -52,7 +52,8 @@ def test_it_loads_as_base_and_as_retrofitted_model(folder: Path) -> None:
     assert main(["export", "path=out", *TINY]) == 0
     assert main(["export", "small", *TINY, "base_weights=false"]) == 0
     assert not (folder.parent / "small" / "model.safetensors").exists()
-    assert torch.equal(logits(kvpop_lightning.load(folder.parent / "small")), logits(model))
+    # the base that was only named comes back where `model.device=auto` puts it
+    assert torch.allclose(logits(kvpop_lightning.load(folder.parent / "small")), logits(model), atol=1e-4)
 
 
 def test_the_card_takes_its_figures_from_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
