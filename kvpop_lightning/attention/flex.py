@@ -99,8 +99,9 @@ def eviction_block_mask(eviction_time: Tensor, document_ids: Tensor | None, quer
     if real is not None:
         clean = F.pad(real, (0, short), value=True).view(B, 1, blocks, 1, BLOCK).all(-1)
         full = full & clean
-    part_count, part_index = _listed(some & ~full, group)
-    full_count, full_index = _listed(full, group)
+    some, full = (kind.repeat_interleave(group, dim=1) for kind in (some, full))
+    part_count, part_index = listed_blocks(some & ~full)
+    full_count, full_index = listed_blocks(full)
     return BlockMask.from_kv_blocks(
         part_count,
         part_index,
@@ -112,9 +113,8 @@ def eviction_block_mask(eviction_time: Tensor, document_ids: Tensor | None, quer
     )
 
 
-def _listed(kind: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Blocks of one kind, bool [B, Hkv, blocks, blocks], as counts and indices per query head, int32."""
-    kind = kind.repeat_interleave(group, dim=1)
+def listed_blocks(kind: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of one kind, bool [B, H, blocks, blocks], as counts and indices per head, int32."""
     index = kind.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return kind.sum(-1, dtype=torch.int32), index.to(torch.int32)
 
@@ -130,16 +130,21 @@ def _sees(end: Tensor, real: Tensor | None, group: int) -> Callable[[Tensor, Ten
     return sees if real is None else sees_real
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float
-) -> tuple[Tensor, Tensor]:
+def refuse_unfused(tensor: Tensor) -> None:
+    """Raise where FlexAttention is about to run uncompiled on a GPU."""
     # True while this is traced, so what remains of the line in the compiled form is nothing.
-    if query.is_cuda and not torch.compiler.is_dynamo_compiling():
+    if tensor.is_cuda and not torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
             "FlexAttention was about to run without torch.compile, holding all [T, T] scores: compilation is "
             "switched off or gave up (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE, "
-            "torch._dynamo.config.recompile_limit); enable it, or use backend=auto, triton or reference"
+            "torch._dynamo.config.recompile_limit); enable it, or use another backend, such as auto"
         )
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    refuse_unfused(query)
     out, aux = flex_attention(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )

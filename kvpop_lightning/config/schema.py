@@ -37,7 +37,8 @@ class ModelConfig:
     """How sparse attention is computed: `auto` (the fastest as measured), `reference`, `sdpa`, `flex`,
     `triton`. Changes no result beyond rounding: checkpoints, caches and evaluations stay valid."""
     target_backend: str = "auto"
-    """How the future-attention target is computed: `auto`, `reference`, `chunked`, `triton`."""
+    """How the future-attention target is computed: `auto`, `reference`, `chunked`, `flex`,
+    `triton`."""
 
 
 @dataclass(frozen=True)

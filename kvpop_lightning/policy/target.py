@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvpop_lightning.errors import UserError
 from kvpop_lightning.policy.documents import DocumentLayout, document_layout
 from kvpop_lightning.policy.normalizer import (
     check_query_key,
@@ -18,9 +19,9 @@ from kvpop_lightning.policy.normalizer import (
 from kvpop_lightning.policy.target_reference import aggregate_heads, future_attention_target_reference
 from kvpop_lightning.policy.triton_choice import choose_backend, missing, triton_refusal
 
-TARGET_BACKENDS = ("auto", "reference", "chunked", "triton")
+TARGET_BACKENDS = ("auto", "reference", "chunked", "flex", "triton")
 """What `backend=` takes: `reference` (float64, builds [T, T]), `chunked` (strips of queries, any device),
-`triton` (CUDA), `auto`."""
+`flex` (compiled FlexAttention), `triton` (CUDA), `auto`."""
 
 _NEGLIGIBLE_EPS = 1e-30
 """An `eps` from here on hides what float32 loses when probabilities are added up outside the log domain."""
@@ -29,8 +30,16 @@ _NEGLIGIBLE_EPS = 1e-30
 def unavailable_target_backends(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """The backends that serve no model of this dtype on this device, each with the reason."""
     query = torch.empty(1, 1, 0, 64, device=device, dtype=dtype)
-    refusal = missing(query) or triton_refusal(query)
-    return {"triton": refusal} if refusal else {}
+    refusals = {"flex": _flex_refusal(query), "triton": missing(query) or triton_refusal(query)}
+    return {name: reason for name, reason in refusals.items() if reason}
+
+
+def _flex_refusal(query: Tensor) -> str:
+    """Why FlexAttention does not take `query` ("" = it does)."""
+    from kvpop_lightning.attention.flex import flex_unsupported  # imports dynamo
+
+    plain = query.detach()  # no gradient is asked for
+    return flex_unsupported(plain, plain, plain) or ""
 
 
 def future_attention_target(
@@ -62,9 +71,9 @@ def future_attention_target(
             mass).
         eps: added to the mass before the log.
         scale: factor on the logits; None = D ** -0.5.
-        backend: `triton` (CUDA; bfloat16, float16 or float32, D up to 256), `chunked` (any device) or
-            `reference` (float64, from the definition, builds [T, T]); `auto` is triton where it can run,
-            chunked elsewhere.
+        backend: `triton` (CUDA; bfloat16, float16 or float32, D up to 256), `flex` (compiled FlexAttention on
+            CUDA, unfused on short rows on the CPU), `chunked` (any device) or `reference` (float64, from the
+            definition, builds [T, T]); `auto` is triton where it can run, chunked elsewhere.
         max_elements: logits per strip of `chunked`; None = a default for the device.
 
     Returns:
@@ -72,7 +81,8 @@ def future_attention_target(
         shape: False at padding and at tokens that no later query outside their window follows.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown aggregation or backend, triton where it cannot run.
+        ValueError: shapes that do not fit, an unknown aggregation or backend, one that cannot run here.
+        RuntimeError: flex on a GPU where torch.compile is switched off or gave up.
     """
     check_query_key(query, key)
     if window < 1:
@@ -89,6 +99,8 @@ def future_attention_target(
     backend = choose_backend(
         backend, query, work="future_attention_target", otherwise="chunked", refusal=triton_refusal(query)
     )
+    if backend == "flex" and (reason := _flex_refusal(query)):
+        raise UserError(f'backend "flex" of future_attention_target: {reason}; use backend="auto"')
     with torch.no_grad(), full_precision(query):
         if backend == "reference":
             target, valid = future_attention_target_reference(
@@ -122,7 +134,11 @@ def future_attention_target(
                 scale=scale,
                 logarithmic=eps < _NEGLIGIBLE_EPS,
             )
-        if normalizer is None and eps >= _NEGLIGIBLE_EPS:
+        if backend == "flex":
+            if normalizer is None:
+                normalizer = dense_log_normalizer(query, key, document_ids=document_ids, scale=scale)
+            log_mass = _future_log_mass_flex(query, key, layout, window, normalizer, scale)
+        elif normalizer is None and eps >= _NEGLIGIBLE_EPS:
             log_mass = _future_mass_dense(query, key, layout, window, scale, max_elements).log()
         else:
             if normalizer is None:
@@ -136,6 +152,18 @@ def future_attention_target(
         target = aggregate_heads(log_mean, aggregation, eps)
         valid = valid.expand(target.shape)
         return target.masked_fill(~valid, 0.0), valid
+
+
+def _future_log_mass_flex(
+    query: Tensor, key: Tensor, layout: DocumentLayout, window: int, normalizer: Tensor, scale: float
+) -> Tensor:
+    if query.numel() == 0:
+        return torch.full(
+            _grouped_shape(query, key), -math.inf, dtype=compute_dtype(query), device=query.device
+        )
+    from kvpop_lightning.attention.flex_target import future_log_mass_flex
+
+    return future_log_mass_flex(query, key, layout, window, normalizer, scale).to(compute_dtype(query))
 
 
 def _future_log_mass(
