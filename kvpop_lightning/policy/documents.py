@@ -77,7 +77,8 @@ def document_layout(
         from kvpop_lightning.policy.triton_documents import layout_triton
 
         real, fields, row_at = layout_triton(ids)
-        return DocumentLayout(real, *fields.unbind(), row_at, packed=True)
+        position, of_document, start, end, ordinal = fields.unbind()
+        return DocumentLayout(real, position, of_document, start, end, ordinal, row_at, packed=True)
     real = ids >= 0
     ordinal = real.long().cumsum(-1) - 1
     is_start = real & (ids != _previous_real(ids, real, outside=-1))
