@@ -49,6 +49,7 @@ class SteppedLayer(BoundedLayer):
 
     def _allocate(self, key: Tensor, value: Tensor, hidden: Tensor | None) -> dict[str, Tensor]:
         slots = max(self.budget.total, self.scorer.prompt_tokens(self.budget))
+        self._options = self.scorer.options()
         store = self._tensors_of(new_held(self.scorer, slots, key, value))
         self.peak = sum(tensor.nbytes for tensor in store.values())
         return store
@@ -78,8 +79,12 @@ class SteppedLayer(BoundedLayer):
         self._use(self._store)
 
     def reset(self) -> None:
-        if self._store and self.position.shape[-1] < self.scorer.prompt_tokens(self.budget):
-            self.release()  # the next prompt needs its slots again
+        if self._store and (
+            self.position.shape[-1] < self.scorer.prompt_tokens(self.budget)
+            or "state.prompt" in self._store
+            or self._options != self.scorer.options()
+        ):
+            self.release()  # the next prompt needs its slots again, or its own length
             return
         super().reset()
         if "position" in self._store:
@@ -106,7 +111,8 @@ def attend_stepwise(
         active = None if span.real is None else span.valid[:, c]
         seen = span.seen + c
         if prompt and layer.holds_prompt:
-            due = seen == prompt if active is None else (seen == prompt) & active
+            due = seen == rule.prompts(held, budget)
+            due = due if active is None else due & active
             lost = cut_prompt(rule, held, budget, due).expand(-1, heads, -1)
             layer.note(lost, seen[:, None, None], lost != EMPTY, span.length)
         # `columns` counts padding too: below the budget no row can be full.
@@ -126,6 +132,6 @@ def attend_stepwise(
         probability = look(rule, held, budget, query[:, :, c], seen, scaling, active)
         weight = probability.to(value.dtype)
         outputs.append((weight @ held.values).reshape(query.shape[0], query.shape[1], 1, -1))
-    if prompt and layer.holds_prompt and bool((span.seen + span.count > prompt).all()):
+    if prompt and layer.holds_prompt and bool((span.seen + span.count > rule.prompts(held, budget)).all()):
         layer.shrink()
     return torch.cat(outputs, dim=2)

@@ -78,6 +78,14 @@ class StepwiseRule(Scorer):
         """
         return 0
 
+    def prompts(self, held: Held, budget: Budget) -> int | Tensor:
+        """`prompt_tokens` of each row, int64 [B], where rows have their own; 0 = held like any other text."""
+        return self.prompt_tokens(budget)
+
+    def by_row(self, rows: int) -> list[tuple[StepwiseRule, list[int]]]:
+        """The rows of a batch in groups that one rule serves: by default all of them, by this one."""
+        return [(self, list(range(rows)))]
+
     def keep_of_prompt(self, held: Held, budget: Budget) -> Tensor:
         """bool [B, P, S], `budget.total - 1` slots to keep; slot j holds token j."""
         raise NotImplementedError
@@ -167,8 +175,9 @@ def make_room(rule: StepwiseRule, held: Held, budget: Budget, seen: Tensor) -> t
         slot and the position it holds (-1 = it was empty), int64 [B, P] each.
     """
     empty = held.position == EMPTY
-    slots, prompt = held.position.shape[-1], rule.prompt_tokens(budget)
-    if prompt:
+    slots = held.position.shape[-1]
+    if rule.prompt_tokens(budget):
+        prompt = rule.prompts(held, budget)
         limit = torch.where(seen < prompt, slots, budget.total)
         full = (~empty).sum(-1) >= limit[:, None]
         # Until the prompt is cut, slot j is token j's.

@@ -51,6 +51,15 @@ def eviction_times(
         block: most queries whose logits exist at once; the result does not depend on it.
     """
     rule.check(budget)
+    groups = rule.by_row(query.shape[0])
+    if len(groups) > 1 or groups[0][0] is not rule:
+        result = torch.empty(key.shape[:3], dtype=torch.int64, device=key.device)
+        for one, rows in groups:
+            ids = None if document_ids is None else document_ids[rows]
+            result[rows] = eviction_times(
+                one, budget, query[rows], key[rows], value[rows], document_ids=ids, scale=scale, block=block
+            )
+        return result
     heads = key.shape[1]
     row, index, count = _texts(document_ids, query.shape[0], query.shape[2], key.device)
     texts, length = index.shape

@@ -171,6 +171,49 @@ def test_bytes_are_those_of_the_tensors(name: str) -> None:
         equal_bytes_budget(Budget(40, 32, 1), build_policy(name, budget, **shape).layer_scorer(0))
 
 
+@pytest.mark.parametrize("decode_by", ["tova_head", "h2o"])
+def test_prompts_of_their_own_length_in_a_batch(decode_by: str) -> None:
+    """Each row as if it were alone with its own prompt length; one is below the budget."""
+    lengths = [17, 11, 6, 25]
+    options = {"observed": 4, "pool": 3, "decode": decode_by}
+
+    def snapkv(prompt_length):
+        model = tiny_model("llama", kv_heads=2, group=3, seed=3)
+        return retrofit(model, BUDGET, policy="snapkv", prompt_length=prompt_length, **options).double()
+
+    ids, mask = batch(44)
+    real = mask != 0
+    model = snapkv(torch.tensor(lengths))
+    whole, _ = parallel(model, ids, mask)
+    together = [decode(BoundedCache(model, chunk=16), model, ids, mask, size) for size in (1, 9, 44)]
+    for row, length in enumerate(lengths):
+        alone = snapkv(length)
+        expected, _ = parallel(alone, ids[row : row + 1, real[row]])
+        for found in (whole, *together):
+            torch.testing.assert_close(found[row, real[row]], expected[0], atol=TIGHT, rtol=0)
+    # Rows keep their own when they change places, and the next batch may have others.
+    cache = BoundedCache(model)
+    decode(cache, model, ids[:, :14], mask[:, :14], 5)
+    cache.reorder_cache(torch.tensor([3, 1, 0, 2]))
+    order = [3, 1, 0, 2]
+    rest = model(ids[order, 14:], attention_mask=mask[order], past_key_values=cache).logits
+    found, wanted = (x[real[order, 14:]] for x in (rest, whole[order, 14:]))
+    torch.testing.assert_close(found, wanted, atol=TIGHT, rtol=0)
+    cache.reset()
+    for scorer in model.kvpop.scorers:
+        scorer.prompt_length = lengths[::-1]
+    again = decode(cache, model, ids.flip(0), mask.flip(0), 7)
+    torch.testing.assert_close(again.flip(0)[real], whole[real], atol=TIGHT, rtol=0)
+    assert cache.bytes_held() == 4 * model.kvpop.bytes_per_sequence(element_bytes=8, real_bytes=8)
+    with pytest.raises(ValueError, match="prompt_length names 4 rows, but the batch has 2"):
+        decode(BoundedCache(model), model, ids[:2], None, 7)
+    with pytest.raises(ValueError, match="prompt_length names 4 rows, but the batch has 2"):
+        parallel(model, ids[:2])
+    for wrong in (0, [], [4, 0], [True], 2.5):
+        with pytest.raises((ValueError, TypeError), match=r"prompt_length|iterable"):
+            build_scorer("snapkv", num_heads=1, head_dim=2, hidden_size=1, prompt_length=wrong)
+
+
 def test_layer_wide_state_is_kept_once() -> None:
     model = make("tova", dtype=torch.float32)
     cache = BoundedCache(model)
