@@ -317,8 +317,8 @@ def policy_record(
         return record
     score, priority = torch.cat(scores), torch.cat(priorities).flatten(0, 1)
     decisions = _decisions(row, policy, settings)
-    newcomer, boundary, keep = decisions.newcomer[0], decisions.boundary[0], decisions.keep[0]
-    decided = decision_accuracy(priority, newcomer, boundary, keep, decisions.valid[0])
+    newcomer, boundary, kept = decisions.newcomer[0], decisions.boundary[0], decisions.keep[0]
+    decided = decision_accuracy(priority, newcomer, boundary, kept, decisions.valid[0])
     layout = document_layout(row.document_ids, batch=1, length=row.document_ids.shape[1])
     competes = row.valid & layout.competing(policy.budget.sink)[:, None]
     target = row.target[0].view_as(score)
