@@ -1,19 +1,22 @@
 """Time and memory of preparing data sets of growing size, each in a process of its own.
 
     python benchmarks/data_scale.py procedural --rows 400 4000 19500 --folder /tmp/scale [--out FILE]
+    python benchmarks/data_scale.py procedural --rows 2000 --processes 2 --folder /tmp/scale
     python benchmarks/data_scale.py jsonl --documents 1000 10000 50000 --folder /tmp/scale
 
 `procedural`: documents of 300 to 4000 tokens of all families, short ones of reasoning_gym in the gaps, rows
 of 4096. `jsonl`: a file of chats of about 800 tokens, rows of 4096. The process that prepares is watched from
-outside: its memory and what it has written by then are noted after every shard, so that one run shows whether
-memory grows. `--out` adds the results to a JSON file.
+outside, with those it starts: its memory and what it has written by then are noted after every shard, so that
+one run shows whether memory grows. `--out` adds the results to a JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
+import os
 import shutil
 import time
 from pathlib import Path
@@ -33,25 +36,54 @@ from kvpop_lightning.models.tokenizer import load_tokenizer
 def work(config: DataConfig, answer: Any) -> None:
     """Prepares the training split in this process."""
     tokenizer = load_tokenizer(ModelConfig())
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu = time.perf_counter(), cpu_seconds()
     prepared = prepare(config, tokenizer, splits=("train",), progress=False)
     answer.send(
         {
             "seconds": round(time.perf_counter() - began, 1),
-            "cpu_seconds": round(time.process_time() - cpu, 1),
+            "cpu_seconds": round(cpu_seconds() - cpu, 1),
             "folder": str(prepared.folder / "train"),
         }
     )
 
 
+def cpu_seconds() -> float:
+    """Of this process and the ended ones that it had started."""
+    return sum(os.times()[:4])
+
+
 def memory_mb(process: int) -> dict[str, int]:
-    """Resident memory of a process now and at most so far, in MB; empty once it is gone."""
+    """Memory of a process and the processes it has started, in MB; empty once it is gone.
+
+    `resident` and `peak`: of the process itself, now and at most so far; `all`: of all of them now, what they
+    share counted once.
+    """
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
+        found = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+        memory = {"resident": int(found["VmRSS"]) // 1024, "peak": int(found["VmHWM"]) // 1024}
+    except (OSError, KeyError):
         return {}
-    found = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
-    return {name: int(kib) // 1024 for name, kib in found.items()}
+    return {**memory, "all": sum(proportional_kib(one) for one in family_of(process)) // 1024}
+
+
+def family_of(process: int) -> list[int]:
+    """The process and all that descend from it."""
+    family = [process]
+    for one in family:
+        for task in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                family += [int(child) for child in task.read_text().split()]
+    return family
+
+
+def proportional_kib(process: int) -> int:
+    """Resident memory, each page divided by the number of processes that share it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+    return 0
 
 
 def measure(name: str, config: DataConfig, tokenizer: Any) -> dict[str, Any]:
@@ -60,12 +92,13 @@ def measure(name: str, config: DataConfig, tokenizer: Any) -> dict[str, Any]:
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=work, args=(config, there))
     progress = Path(config.cache_dir) / fingerprint(describe(config, tokenizer)) / "train.partial"
-    began, shards, timeline, peak = time.perf_counter(), 0, list[dict[str, int]](), 0
+    began, shards, timeline = time.perf_counter(), 0, list[dict[str, int]]()
+    peak = {"peak": 0, "all": 0}
     child.start()
     while child.is_alive():
         time.sleep(0.5)
         memory = memory_mb(child.pid or 0)
-        peak = max(peak, memory.get("VmHWM", 0))
+        peak = {key: max(most, memory.get(key, 0)) for key, most in peak.items()}
         try:
             state = json.loads((progress / "progress.json").read_text())
         except (OSError, json.JSONDecodeError):
@@ -76,8 +109,8 @@ def measure(name: str, config: DataConfig, tokenizer: Any) -> dict[str, Any]:
                 {
                     "documents": state["counts"]["documents"],
                     "seconds": round(time.perf_counter() - began),
-                    "resident_mb": memory["VmRSS"],
-                    "peak_mb": memory["VmHWM"],
+                    "resident_mb": memory["resident"],
+                    "peak_mb": memory["peak"],
                 }
             )
             print(name, timeline[-1], flush=True)
@@ -102,7 +135,8 @@ def measure(name: str, config: DataConfig, tokenizer: Any) -> dict[str, Any]:
         "tokens_per_cpu_second": round(stats["tokens"] / result["cpu_seconds"]),
         "disk_mb": round(sum(file.stat().st_size for file in folder.iterdir()) / 1e6, 1),
         "shards": len(rows.index["shards"]),
-        "peak_mb": peak,
+        "peak_mb": peak["peak"],
+        "peak_mb_of_all_processes": peak["all"],
         "timeline": timeline,
     }
 

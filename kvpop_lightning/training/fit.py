@@ -38,6 +38,7 @@ from kvpop_lightning.training.runtime import (
     build_trainer,
     checkpoint_to_resume,
     fit,
+    refuse_changed_data,
     resolve_precision,
     say,
     say_if_nothing_drops,
@@ -121,12 +122,13 @@ def train(
         say(f"{folder} is trained with these settings already: reused")
         return TrainResult(folder, finished["metrics"], reused=True, steps=finished["steps"])
 
-    own_callbacks, checkpoint, stop = build_callbacks(config, key)
+    own_callbacks, checkpoint, stop = build_callbacks(config, key, fingerprint)
     if logger is None and run is not None:
         logger = RunLogger(run)
     job = _Job(config, model, data, fingerprint, [*callbacks, *own_callbacks], checkpoint, stop, logger)
     mend = "wait for it, or set run_dir to another folder"
     with exclusive(None if config.trainer.fast_dev_run else checkpoint.folder, "trains", mend):
+        refuse_changed_data(config, checkpoint)
         metrics = job.run()
     seconds = time.monotonic() - started
     metrics["seconds"] = seconds

@@ -119,10 +119,12 @@ def build_trainer(
         )
 
 
-def build_callbacks(config: Config, key: str) -> tuple[list[pl.Callback], TrainingCheckpoint, GracefulStop]:
+def build_callbacks(
+    config: Config, key: str, data: str
+) -> tuple[list[pl.Callback], TrainingCheckpoint, GracefulStop]:
     """All callbacks in order; the graceful stop is last, when every other one has seen the step."""
     folder = Path(config.run_dir) / "checkpoints" / config.policy.name
-    checkpoint = TrainingCheckpoint(folder, config.trainer.checkpoint_every, key)
+    checkpoint = TrainingCheckpoint(folder, config.trainer.checkpoint_every, key, data)
     stop = GracefulStop(checkpoint)
     callbacks: list[pl.Callback] = [RandomState(), GradientNorm()]
     if config.trainer.progress:
@@ -140,21 +142,45 @@ def checkpoint_to_resume(config: Config, checkpoint: TrainingCheckpoint) -> Path
     Raises:
         UserError: the file cannot be read.
     """
+    stored = _stored(config, checkpoint)
+    if stored is None:
+        return None
+    if stored["settings_key"] != checkpoint.settings_key:
+        say(f"{checkpoint.path} was made with other settings, model or data: training starts anew")
+        return None
+    say(f"going on from step {stored['global_step']} ({checkpoint.path})")
+    return checkpoint.path
+
+
+def refuse_changed_data(config: Config, checkpoint: TrainingCheckpoint) -> None:
+    """An interrupted training does not begin anew, its steps lost, because a file of its data was touched.
+
+    Raises:
+        UserError: it read another data set; both fingerprints are named. Or the file cannot be read.
+    """
+    stored = _stored(config, checkpoint) or {}
+    before = stored.get("data_fingerprint", checkpoint.data)
+    if stored.get("unfinished") and before != checkpoint.data:
+        raise UserError(
+            f"the data set changed: {checkpoint.path}, interrupted after step {stored['global_step']}, was "
+            f"trained on {before}, the configuration now gives {checkpoint.data}: restore the data settings "
+            "and files, train in another run_dir, or start anew with trainer.resume=false"
+        )
+
+
+def _stored(config: Config, checkpoint: TrainingCheckpoint) -> dict[str, Any] | None:
+    """What the checkpoint holds; None: there is none, or it is not to be used."""
     path = checkpoint.path
     if not config.trainer.resume or config.trainer.fast_dev_run or not path.exists():
         return None
     try:
         stored = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        key, step = stored["settings_key"], stored["global_step"]
+        _ = stored["settings_key"], stored["global_step"]
     except Exception as error:
         raise UserError(
             f"cannot read the checkpoint {path} ({error}): delete it or set trainer.resume=false"
         ) from error
-    if key != checkpoint.settings_key:
-        say(f"{path} was made with other settings, model or data: training starts anew")
-        return None
-    say(f"going on from step {step} ({path})")
-    return path
+    return dict(stored)
 
 
 def fit(

@@ -147,6 +147,31 @@ def test_an_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(
     assert result.metrics["final_boundary"] == whole.metrics["final_boundary"]
 
 
+def test_an_interrupted_training_refuses_another_data_set_and_a_finished_one_begins_anew(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = fit_module.ScorerModule.share
+
+    def crash(module: Any, *args: Any) -> Any:
+        if module.trainer.global_step == 5:
+            raise RuntimeError("the machine is gone")
+        return original(module, *args)
+
+    monkeypatch.setattr(fit_module.ScorerModule, "share", crash)
+    with pytest.raises(RuntimeError, match="gone"):
+        train(config, data=Data())
+    monkeypatch.undo()
+    other = Data()
+    other.fingerprint = "fedcba9876543210"
+    words = r"after step 4, was trained on 0123456789abcdef, .* gives fedcba9876543210: .*resume=false"
+    with pytest.raises(UserError, match=words):
+        train(config, data=other)
+    train(config, data=Data())
+    assert "going on from step 4" in capsys.readouterr().out
+    train(config, data=other)  # every step of the other one was done: nothing is lost
+    assert "starts anew" in capsys.readouterr().out
+
+
 def test_a_crash_goes_on_from_the_last_periodic_checkpoint_unless_settings_changed(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

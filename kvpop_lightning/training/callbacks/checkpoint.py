@@ -22,10 +22,11 @@ class TrainingCheckpoint(pl.Callback):
         every: optimiser steps between two saves; 0 = only when asked (`save`).
         settings_key: fingerprint of everything that shapes the training; a checkpoint with another one is not
             resumed.
+        data: fingerprint of the training rows.
     """
 
-    def __init__(self, folder: Path, every: int, settings_key: str = "") -> None:
-        self.folder, self.every, self.settings_key = folder, every, settings_key
+    def __init__(self, folder: Path, every: int, settings_key: str = "", data: str = "") -> None:
+        self.folder, self.every, self.settings_key, self.data = folder, every, settings_key, data
 
     @property
     def path(self) -> Path:
@@ -40,6 +41,8 @@ class TrainingCheckpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint["settings_key"] = self.settings_key
+        checkpoint["data_fingerprint"] = self.data
+        checkpoint["unfinished"] = trainer.global_step < trainer.max_steps
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write the checkpoint now; all processes must call this together.
