@@ -167,7 +167,8 @@ def main() -> None:
                 source="jsonl", path=str(file), eval_share=0.0, train_rows=10**9,
                 processes=arguments.processes, **shared,
             )  # fmt: skip
-        result = measure(f"{arguments.source} {size}", config, tokenizer)
+        several = f", {arguments.processes} processes" if arguments.processes > 1 else ""
+        result = measure(f"{arguments.source} {size}{several}", config, tokenizer)
         result["processes"] = arguments.processes
         print(json.dumps({**result, "timeline": "..."}), flush=True)
         if arguments.out:

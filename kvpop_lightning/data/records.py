@@ -151,7 +151,7 @@ def _readable(file: Path, kind: str) -> Iterator[None]:
     except expected as error:
         if kind == "jsonl":
             raise UserError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
-        why = str(error).splitlines()[0]
+        why = str(error).splitlines()[0].rstrip(".")
         raise UserError(
             f"{file} is not a readable {kind.capitalize()} file: {why}{_hint(file, kind)}"
         ) from error
