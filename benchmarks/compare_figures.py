@@ -1,11 +1,17 @@
-"""Figures of docs/compare.json (all policies) and docs/dms.json: `python benchmarks/compare_figures.py`.
+"""Figures of docs/compare.json (all policies) and docs/dms.json, and the comparison's table in
+docs/results.md.
 
-Prints the table of docs/compare.json as markdown.
+    python benchmarks/compare_figures.py [RESULT_FOLDER]
+
+With the folder of a finished `kvpop compare policies=all` (its `table.json`) docs/compare.json is renewed
+first; `setting.json` beside it says how it was run. Prints every metric as markdown, and each policy's
+difference to the best learned one.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,18 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from publish_demo import replace_between
 
 from kvpop_lightning.evaluation.figures import kl_against_budget, paired_differences
-from kvpop_lightning.evaluation.table import markdown
+from kvpop_lightning.evaluation.table import (
+    best_learned,
+    budgets_of,
+    find,
+    is_bounded,
+    markdown,
+    policies_of,
+    ran,
+)
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TARGETS = {"dms": "128 keys, weight 10", "dms256": "256 keys, weight 10", "dms_w1": "128 keys, weight 1"}
@@ -54,12 +69,93 @@ def draw_dms(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def renew(folder: Path) -> None:
+    """docs/compare.json from a result folder; figures by head are left out but for the keys held."""
+    setting = json.loads((folder / "setting.json").read_text())
+    table = [
+        {
+            name: value
+            for name, value in entry.items()
+            if not name.endswith("_by_head") or name == "keys_held_by_head"
+        }
+        for entry in json.loads((folder / "table.json").read_text())
+    ]
+    report = {**setting, "table": rounded(table)}
+    (DOCS / "compare.json").write_text(json.dumps(report, separators=(",", ":")) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to six digits after the point, everywhere inside."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, list):
+        return [rounded(x) for x in value]
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    return value
+
+
+def short_table(table: list[dict[str, Any]]) -> str:
+    """KL of every policy and budget; the lowest of the policies that keep to the budget, the oracle apart, in
+    bold.
+    """
+    budgets = budgets_of(table)
+    best = {
+        b: min(
+            e["kl"]
+            for e in table
+            if e["budget"] == b and ran(e) and e.get("bounded", True) and e["policy"] != "oracle"
+        )
+        for b in budgets
+    }
+    lines = [
+        "| policy | " + " | ".join(f"{b} keys" for b in budgets) + " |",
+        "|---" * (len(budgets) + 1) + "|",
+    ]
+    for policy in policies_of(table):
+        if policy == "full":
+            continue
+        cells = []
+        for budget in budgets:
+            e = find(table, policy, budget)
+            if e is None:
+                cells.append("")
+            elif not ran(e):
+                cells.append("cannot run")
+            else:
+                bold = "**" if e["kl"] == best[budget] and is_bounded(table, policy) else ""
+                cells.append(f"{bold}{e['kl']:.3f}{bold}")
+        star = "" if is_bounded(table, policy) else "*"
+        lines.append(f"| {policy}{star} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def differences(table: list[dict[str, Any]]) -> str:
+    """One line per policy and budget: KL minus that of the best learned policy, with its paired interval."""
+    lines = []
+    for budget in budgets_of(table):
+        best = best_learned(table, budget)
+        for e in table:
+            if best is None or e["budget"] != budget or best["policy"] not in e["versus"]:
+                continue
+            d = e["versus"][best["policy"]]["kl"]
+            lines.append(
+                f"{budget}: {e['policy']} - {best['policy']} {d['difference']:+.3f} "
+                f"[{d['low']:+.3f}, {d['high']:+.3f}]"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
+    if len(sys.argv) > 1:
+        renew(Path(sys.argv[1]))
     table = json.loads((DOCS / "compare.json").read_text())["table"]
     kl_against_budget(table, DOCS / "figures" / "compare_kl_vs_budget.png")
     paired_differences(table, DOCS / "figures" / "compare_differences.png")
     draw_dms(json.loads((DOCS / "dms.json").read_text()), DOCS / "figures" / "dms.png")
+    replace_between(DOCS / "results.md", short_table(table), "comparison")
     print(markdown(table))
+    print(differences(table))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ KEPT = (
     "topk",
     "rows",
 )
-START, END = "<!-- demo table -->", "<!-- end of demo table -->"
+TABLE = "demo table"
+"""What stands between `<!-- demo table -->` and `<!-- end of demo table -->`."""
 
 
 def markdown(entries: list[dict], metric: str = "kl") -> str:
@@ -51,11 +52,12 @@ def markdown(entries: list[dict], metric: str = "kl") -> str:
     return "\n".join(lines)
 
 
-def replace_between(path: Path, text: str) -> None:
-    old = path.read_text()
-    if START not in old or END not in old:
-        raise SystemExit(f"error: {path} has no '{START}' ... '{END}'")
-    path.write_text(re.sub(f"{START}.*?{END}", f"{START}\n{text}\n{END}", old, flags=re.DOTALL))
+def replace_between(path: Path, text: str, name: str = TABLE) -> None:
+    """Puts `text` between the comments that mark the part `name` of a page."""
+    old, start, end = path.read_text(), f"<!-- {name} -->", f"<!-- end of {name} -->"
+    if start not in old or end not in old:
+        raise SystemExit(f"error: {path} has no '{start}' ... '{end}'")
+    path.write_text(re.sub(f"{start}.*?{end}", lambda _: f"{start}\n{text}\n{end}", old, flags=re.DOTALL))
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "library": {"color": "#009E73", "marker": "x", "linestyle": ":"},
     "static": {"color": "#009E73", "marker": "d", "linestyle": "-."},
     "dms": {"color": "#CC79A7", "marker": "h", "linestyle": "-."},
+    "dmc": {"color": "#009E73", "marker": "H", "linestyle": "-."},
 }
 _SPARE = ("#009E73", "#CC79A7", "#B8A400", "#999999")
 _SPARE_MARKERS = ("x", "1", "p", "X", "2", "H", "+", "3", "8")
