@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -93,3 +96,35 @@ def test_bad_input_is_named() -> None:
         document_ids_from(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 1, 4, 4))
     with pytest.raises(ValueError, match="needs batch="):
         position_in_document(None)
+
+
+def test_a_layout_is_found_once_and_again_after_a_change() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, -1]])
+    first = document_layout(ids, batch=1, length=5)
+    assert document_layout(ids, batch=1, length=5) is first
+    assert document_layout(ids.clone(), batch=1, length=5) is not first
+    ids[0, 2] = 0
+    changed = document_layout(ids, batch=1, length=5)
+    assert changed.length.tolist() == [[3, 3, 3, 1, 0]]
+    assert first.length.tolist() == [[2, 2, 2, 2, 0]]
+    with pytest.raises(ValueError, match="must be"):
+        document_layout(ids, batch=2, length=5)
+
+
+def test_a_layout_goes_with_its_ids() -> None:
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    found = weakref.ref(document_layout(ids, batch=1, length=5))
+    gc.collect()
+    assert found() is not None
+    del ids
+    gc.collect()
+    assert found() is None
+
+
+def test_a_layout_of_inference_mode_enters_no_gradient() -> None:
+    ids = torch.tensor([[0, 0, 1, 1]])
+    with torch.inference_mode():
+        assert document_layout(ids, batch=1, length=4).start.is_inference()
+    assert not document_layout(ids, batch=1, length=4).start.is_inference()
+    with torch.inference_mode():
+        document_layout(ids.clone(), batch=1, length=4)

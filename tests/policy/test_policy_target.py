@@ -289,7 +289,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="aggregation must be"):
         future_attention_target(query, key, window=2, aggregation="sum")
     with pytest.raises(ValueError, match="backend must be"):
-        future_attention_target(query, key, window=2, backend="flex")
+        future_attention_target(query, key, window=2, backend="flexible")
     with pytest.raises(ValueError, match="window must be"):
         future_attention_target(query, key, window=0)
     with pytest.raises(ValueError, match="normalizer must be"):
