@@ -97,4 +97,6 @@ def _traces(config: Config) -> int:
         f"{told.path}: {told.ended['end']} finished traces of {config.model.name} ({ended}; {told.reused} "
         f"sampled before), {told.tokens} tokens sampled, {told.exact} come back token by token"
     )
+    if told.ended["end"] == 0:
+        print("none ended by itself, so there is nothing to train on: raise data.traces.max_new_tokens")
     return 0

@@ -124,7 +124,8 @@ def sample(model: Any, tokenizer: Any, config: Config, *, progress: bool = True)
         deque()
     )  # request, problem, sample, opening, prompt
     finished: dict[int, Any] = {}
-    tasks = _tasks(problems(config.data, renderer, skipped), wanted.problems, wanted.samples)
+    asked_for = _that_fit(config.data, renderer, engine.positions, skipped)
+    tasks = _tasks(asked_for, wanted.problems, wanted.samples)
     total = None if wanted.problems is None else wanted.problems * wanted.samples
     with journal, bar("sampling traces", total, done, progress) as advance:
         for number, (asked, index) in enumerate(tasks):
@@ -159,6 +160,23 @@ def prompt_of(renderer: ChatRenderer, problem: str) -> tuple[list[int], str]:
         return rendered.input_ids[rendered.offsets[:, 0] < start].tolist(), ""
     opened = str(tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True))
     return list(tokenizer(opened, add_special_tokens=False, verbose=False)["input_ids"]), opened[start:]
+
+
+def _that_fit(
+    config: DataConfig, renderer: ChatRenderer, positions: int | None, skipped: Counter[str]
+) -> Iterator[Asked]:
+    """Problems that leave the model a position to answer in; longer ones are bad rows."""
+    for asked in problems(config, renderer, skipped):
+        tokens = len(prompt_of(renderer, asked.text)[0])
+        if positions is None or tokens < positions:
+            yield asked
+        elif config.on_bad_row == "skip":
+            skipped["longer_than_the_model"] += 1
+        else:
+            raise UserError(
+                f"{asked.origin}: the problem has {tokens} tokens, the model {positions} positions "
+                "(data.on_bad_row=skip skips and counts such problems)"
+            )
 
 
 def _tasks(asked: Iterator[Asked], limit: int | None, samples: int) -> Iterator[tuple[Asked, int]]:

@@ -190,6 +190,30 @@ def test_no_space_and_bad_rows_are_one_line(teacher, config, tmp_path, monkeypat
     assert told.ended["skipped_no_problem"] == 2
 
 
+def test_a_problem_longer_than_the_model_is_a_bad_row_and_a_skipped_one_does_not_shift_a_resume(
+    teacher, config, tmp_path
+):
+    rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    rows.insert(1, {"problem": "Add " + "1 + " * 600 + "1."})
+    (tmp_path / "problems.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    asked = changed(config, problems=3, samples=1, max_new_tokens=8)
+    with pytest.raises(
+        UserError, match=r"problems\.jsonl:2: the problem has \d+ tokens, the model 512 posit"
+    ):
+        traces.sample(*teacher, asked, progress=False)
+    skipping = replace(asked, data=replace(asked.data, on_bad_row="skip"))
+    told = traces.sample(*teacher, changed(skipping, problems=2), progress=False)
+    assert told.ended["skipped_longer_than_the_model"] == 1
+    told = traces.sample(*teacher, skipping, progress=False)
+    assert (told.reused, told.ended["skipped_longer_than_the_model"]) == (2, 1)
+    lines = traces.journal_of(told.path).read_text().splitlines()[1:]
+    assert [json.loads(line)["problem"] for line in lines] == [
+        rows[0]["problem"],
+        rows[2]["messages"][0]["content"],
+        rows[4]["problem"],
+    ]
+
+
 def test_the_command(tmp_path, capsys):
     words = [
         "model=tiny_llama",
@@ -204,3 +228,6 @@ def test_the_command(tmp_path, capsys):
     )
     assert main(["data", "traces", *words, f"run_dir={tmp_path}", "data.traces.top_p=2"]) == 2
     assert "data.traces.top_p=2.0: must be in (0, 1]" in capsys.readouterr().err
+    cut = ["data.traces.max_new_tokens=1", "data.traces.temperature=0", f"run_dir={tmp_path}/cut"]
+    assert main(["data", "traces", *words, *cut, "data.max_document_tokens=400"]) == 0
+    assert "none ended by itself" in capsys.readouterr().out
