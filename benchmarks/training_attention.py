@@ -127,13 +127,14 @@ def measure_policy(T: int, q: Tensor, k: Tensor, repeats: int) -> list[dict]:
     priority = priorities("random", T)
     ids = torch.arange(T, device="cuda").div(8192, rounding_mode="floor")[None]
     packed = Budget(4, 256, 764)
+    # A copy: the layout of documents seen before would be found again.
     work = {
         "target pass": lambda: future_attention_target(q, k, window=BUDGET.window, normalizer=normalizer),
         "target pass, FlexAttention": lambda: future_attention_target(
             q, k, window=BUDGET.window, normalizer=normalizer, backend="flex"
         ),
         "eviction times": lambda: eviction_time(priority, BUDGET),
-        "eviction times, documents": lambda: eviction_time(priority, packed, document_ids=ids),
+        "eviction times, documents": lambda: eviction_time(priority, packed, document_ids=ids.clone()),
     }
     if T > LONGEST_FLEX_TARGET:
         del work["target pass, FlexAttention"]

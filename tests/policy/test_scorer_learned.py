@@ -17,6 +17,7 @@ from kvpop_lightning.policy.scorers import (
     Tokens,
     build_scorer,
     call_stacked,
+    projection,
     scorer_from_dict,
     scorer_types,
     stack_scorers,
@@ -405,3 +406,27 @@ def test_mistakes_name_the_key_and_the_fix() -> None:
     with pytest.raises(ValueError, match="needs the layer's hidden states"):
         make_scorer("mlp", inputs="hidden")(*make_row(4)[:2])
     assert {"linear", "mlp", "mlstm", "random", "key_norm", "streaming_llm", "oracle"} <= set(scorer_types())
+
+
+@pytest.mark.parametrize("scorer", ["linear", "mlp", "mlstm"])
+def test_a_product_in_pieces_is_the_product(scorer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows on a GPU: the same scores, and the same gradients up to their sum's order."""
+    one = build_scorer(scorer, num_heads=2, head_dim=6, hidden_size=5, inputs="kv_hidden", window=4).double()
+    key, value = torch.randn(2, 3, 2, 24, 6, dtype=torch.float64)
+    hidden = torch.randn(3, 24, 5, dtype=torch.float64)
+    found = []
+    for pieces in (1, 4):
+        monkeypatch.setattr(projection, "_pieces", lambda length, device, n=pieces: n)
+        one.zero_grad()
+        score = one(key, value, hidden, position=torch.arange(24).expand(3, -1), document_ids=None)
+        score.sin().sum().backward()
+        found.append([score.detach(), *(p.grad.clone() for p in one.parameters() if p.grad is not None)])
+    assert len(found[0]) > 3
+    for whole, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_how_long_rows_are_cut() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [projection._pieces(n, cuda) for n in (1, 1024, 2048, 32768, 32769, 3000)] == [1, 1, 2, 32, 1, 2]
+    assert projection._pieces(32768, cpu) == 1

@@ -227,3 +227,29 @@ def test_documents_and_padding_do_not_leak() -> None:
     after, _ = mlstm_chunkwise(*changed, document_ids=ids, chunk=6)
     torch.testing.assert_close(after[:, :, ids[0] == 1], before[:, :, ids[0] == 1], rtol=0, atol=0)
     assert not torch.allclose(after[:, :, ids[0] == 0], before[:, :, ids[0] == 0])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["none", "documents", "holes"])
+def test_long_rows_on_a_gpu_equal_the_definition_with_gradients(kind: str) -> None:
+    """float32 over more than one round of the scan, against float64."""
+    length = 64 * 256 + 300
+    inputs = make_inputs(length, batch=1, heads=1, key_dim=16, value_dim=32)
+    ids = make_documents(length, kind, batch=1)
+    if ids is not None:
+        ids = torch.where(ids < 0, ids, ids // 300).cuda()  # some long documents
+    weight = torch.randn(1, 1, length, 32, dtype=torch.float64).cuda()
+    if ids is not None:
+        weight = weight * (ids >= 0)[:, None, :, None]
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [x.to("cuda", dtype).requires_grad_() for x in inputs]
+        if dtype == torch.float64:
+            h = mlstm_quadratic(*leaves, document_ids=ids)
+        else:
+            h, _ = mlstm_chunkwise(*leaves, document_ids=ids, chunk=64)
+        (h * weight.to(dtype)).sum().backward()
+        results.append([(h * weight.to(dtype)).detach(), *(x.grad for x in leaves)])
+    for exact, fast in zip(*results, strict=True):
+        assert (fast.double() - exact).norm() < 1e-3 * exact.norm()
