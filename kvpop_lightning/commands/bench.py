@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvpop_lightning.commands import Call
 from kvpop_lightning.config.schema import Config
@@ -49,8 +50,12 @@ def run(config: Config, call: Call) -> int:
     from kvpop_lightning.generation.bench import decode_bench
     from kvpop_lightning.generation.bench.run import markdown, write
 
-    report = decode_bench(config)
-    print(markdown(report))
-    for path in write(report, Path(config.run_dir) / "bench"):
-        print(path)
+    report: dict[str, Any] = {}
+    try:
+        decode_bench(config, report)
+    finally:  # interrupted, what was measured until then
+        if report.get("cells"):
+            print(markdown(report))
+            for path in write(report, Path(config.run_dir) / "bench"):
+                print(path)
     return 0

@@ -32,13 +32,18 @@ def run(config: Config, call: Call) -> int:
     if config.generate.samples != 1:
         raise UserError(f"generate.samples={config.generate.samples}: a chat has one answer, set 1")
 
-    from kvpop_lightning.commands.generation import make_engine
+    from kvpop_lightning.commands.generation import make_engine, memory_named
     from kvpop_lightning.models import load_model
 
-    model, tokenizer = load_model(config.model)
-    model = generate.with_cache_policy(model, config)
-    chat = Conversation(make_engine(model, tokenizer, config, slots=1), config)
-    say(f"{config.model.name}, {config.policy.name}: {HELP}")
+    with memory_named(config):
+        model, tokenizer = load_model(config.model)
+        model = generate.with_cache_policy(model, config)
+        chat = Conversation(make_engine(model, tokenizer, config, slots=1), config)
+        say(f"{config.model.name}, {config.policy.name}: {HELP}")
+        return _talk(chat)
+
+
+def _talk(chat: Conversation) -> int:
     while True:
         try:
             message = input("> " if sys.stdin.isatty() else "").strip()
@@ -52,6 +57,8 @@ def run(config: Config, call: Call) -> int:
         if message == "/reset":
             chat.reset()
             say("forgotten")
+        elif message == "/help":
+            say(HELP)
         elif message.startswith("/"):
             say(f"unknown command {message.split()[0]}: {HELP}")
         elif message:
@@ -121,12 +128,14 @@ class Conversation:
         """The answer's text as it comes.
 
         Raises:
-            UserError: the conversation has reached the model's positions; it stays as it was.
+            UserError: the conversation has reached the model's positions, or a message that is not text; it
+                stays as it was.
         """
         from dataclasses import replace
 
-        from kvpop_lightning.commands.generation import Meter, encode, encode_next, sampling
+        from kvpop_lightning.commands.generation import Meter, check_text, encode, encode_next, sampling
 
+        check_text(message, "the message")
         settings, tokenizer, last = self.config.generate, self.engine.tokenizer, self._last
         follows = last is not None and last.kept is not None
         code = encode_next if follows else encode

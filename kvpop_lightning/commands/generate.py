@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Show = Callable[[int, str, Progress, bool], None]
 
-SUMMARY = 'stream text through the bounded cache: kvpop generate prompt="..."'
+SUMMARY = 'stream text through the bounded cache: kvpop generate "..."'
 DETAILS = """Uses the policy trained in RUN_DIR/policy/NAME when there is one, else the policy as
     configured (with a warning if it would need training). policy=full keeps every key, for comparison. A
     line shows the tokens seen and the keys and bytes held beside what a full cache would hold. prompt=-
@@ -52,25 +52,29 @@ KEYS = (
     "seed",
 )
 DEFAULT_EXPERIMENT: str | None = None
+ARGUMENT = "generate.prompt"
 
 
 def run(config: Config, call: Call) -> int:
     prompt = config.generate.prompt
     if prompt == "-":
         prompt = sys.stdin.read().strip()
-    if not prompt:
+    if not prompt or not prompt.strip():
         raise UserError('generate.prompt is missing: kvpop generate prompt="What is 12 * 7?"')
     refuse_oracle(config)
 
+    from kvpop_lightning.commands.generation import check_text, memory_named
     from kvpop_lightning.models import load_model
 
-    model, tokenizer = load_model(config.model)
-    model = with_cache_policy(model, config)
-    screen = _Screen(config.generate.samples)
-    try:
-        generate(model, tokenizer, prompt, config, screen.show)
-    finally:
-        screen.close()
+    check_text(prompt, "generate.prompt")
+    with memory_named(config):
+        model, tokenizer = load_model(config.model)
+        model = with_cache_policy(model, config)
+        screen = _Screen(config.generate.samples)
+        try:
+            generate(model, tokenizer, prompt, config, screen.show)
+        finally:
+            screen.close()
     return 0
 
 
@@ -172,7 +176,9 @@ class _Screen:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+        if self._last is None:  # refused before anything could be shown
+            return
+        if self._live is not None:
             print(self._whole(), end="")
         print(flush=True)
-        if self._last is not None:
-            print(self._last.line(), file=sys.stderr, flush=True)
+        print(self._last.line(), file=sys.stderr, flush=True)

@@ -4,10 +4,15 @@ text."""
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvpop_lightning.config.schema import Config, GenerateConfig
+from kvpop_lightning.errors import UserError
 from kvpop_lightning.generation import Engine, Sampling
 from kvpop_lightning.generation.runners import Held, full_bytes
 
@@ -64,6 +69,41 @@ def make_engine(model: Any, tokenizer: Any, config: Config, *, slots: int) -> En
         model, tokenizer, slots=slots, chunk=wanted.chunk, backend=wanted.backend,
         beyond_positions=wanted.beyond_positions,
     )  # fmt: skip
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuses bytes that are no text: a tokenizer takes none.
+
+    Raises:
+        UserError: `text` was not UTF-8 where it came from.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{what} is not UTF-8 text (character {error.start + 1}): convert it first"
+        ) from error
+
+
+@contextmanager
+def memory_named(config: Config) -> Iterator[None]:
+    """Memory that runs out inside becomes one line that says what to lower.
+
+    Raises:
+        UserError: in place of torch's own error, on a GPU or a CPU.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        if not cpu and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        said = next(iter(str(error).splitlines()), "")
+        wanted = config.generate
+        raise UserError(
+            f"out of memory ({said[:200]}): lower generate.slots={wanted.slots}, "
+            f"generate.chunk={wanted.chunk} or policy.budget, use model.dtype=bfloat16 or a smaller model"
+        ) from error
 
 
 def encode(tokenizer: Any, prompt: str, settings: GenerateConfig) -> list[int]:

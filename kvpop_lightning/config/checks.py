@@ -50,7 +50,7 @@ def _choices(config: Config) -> Iterator[str]:
         value = value_at(config, key)
         for name in value if isinstance(value, list) else [value]:
             if name is not None and name not in allowed:
-                yield f"{key}={name}: no such choice{did_you_mean(name, allowed)}"
+                yield f"{key}={name}: no such choice{did_you_mean(name, allowed) or '; --help lists them'}"
 
 
 def _bounds(config: Config) -> Iterator[str]:

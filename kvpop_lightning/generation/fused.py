@@ -210,12 +210,13 @@ class FusedDecoder:
         )  # fmt: skip
 
 
-def capture(decoder: FusedDecoder) -> torch.cuda.CUDAGraph:
-    """The whole step as one CUDA graph; the cache is left as it was, so call it at any time.
+def capture(decoder: FusedDecoder, *, keep: bool = True) -> torch.cuda.CUDAGraph:
+    """The whole step as one CUDA graph.
 
-    The warm-up steps compile the kernels and move tokens about, hence the copy kept aside meanwhile.
+    The warm-up steps compile the kernels and move tokens about. With `keep` a copy of the cache stands aside
+    meanwhile, which takes its size again, and the cache is left as it was; without, what it holds is lost.
     """
-    saved = {name: tensor.clone() for name, tensor in decoder.state.tensors().items()}
+    saved = {name: tensor.clone() for name, tensor in decoder.state.tensors().items()} if keep else {}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -226,5 +227,6 @@ def capture(decoder: FusedDecoder) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         decoder.step()
     for name, tensor in decoder.state.tensors().items():
-        tensor.copy_(saved[name])
+        if name in saved:
+            tensor.copy_(saved[name])
     return graph

@@ -152,19 +152,26 @@ class GraphRunner:
         free = free_bytes(weight.device) if available is None else available
         check_fits(slots, policy.bytes_per_sequence(weight.element_size()), free)
         self.model, self.slots = model, slots
-        self.state = StepState.empty(
-            policy.budget,
-            layers=config.num_hidden_layers,
-            rows=slots,
-            heads=scorer.num_heads,
-            head_dim=scorer.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-            memory=scorer.init_state(1, weight.device),
-            waiting=scorer.stateful and scorer.delay < policy.budget.window,
-        )
-        self.decoder = FusedDecoder(model, self.state, policy)
-        self._graph = capture(self.decoder) if graph else None
+        try:
+            self.state = StepState.empty(
+                policy.budget,
+                layers=config.num_hidden_layers,
+                rows=slots,
+                heads=scorer.num_heads,
+                head_dim=scorer.head_dim,
+                dtype=weight.dtype,
+                device=weight.device,
+                memory=scorer.init_state(1, weight.device),
+                waiting=scorer.stateful and scorer.delay < policy.budget.window,
+            )
+            self.decoder = FusedDecoder(model, self.state, policy)
+            # No slot is in use yet, and `put` writes all of one.
+            self._graph = capture(self.decoder, keep=False) if graph else None
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"slots={slots} leave no memory for a step ({free / 2**20:.0f} MiB were free): lower slots "
+                "or the budget"
+            ) from error
 
     @torch.no_grad()
     def read(

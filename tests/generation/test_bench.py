@@ -10,7 +10,8 @@ import torch
 
 from kvpop_lightning import BoundedCache, retrofit
 from kvpop_lightning.cli import main
-from kvpop_lightning.generation.bench import states
+from kvpop_lightning.generation.bench import run, states
+from kvpop_lightning.generation.bench.cells import cells
 from kvpop_lightning.generation.bench.timing import summary
 from kvpop_lightning.models.tiny import tiny_model
 from kvpop_lightning.policy import Budget
@@ -57,12 +58,31 @@ def test_command_writes_json_table_and_figures(
         (["bench", "decode", "lengths=[64,32]"], "bench.lengths"),
         (["bench", "decode", "contestants=[oracle]"], "bench.contestants"),
         (["bench", "decode", "budget=3"], "bench.budget"),
+        (["bench", "decode", "batches=[2,0]"], "bench.batches=[2, 0]"),
+        (["bench", "decode", "contestants=[]"], "name at least one"),
+        (["bench", "decode", "contestants=foo"], "--help lists them"),
     ],
 )
 def test_refusals(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_interrupted_it_leaves_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(model: object, contestant: str, *more: object, **options: object) -> object:
+        if contestant == "kvpop_mlp":
+            raise KeyboardInterrupt
+        return cells(model, contestant, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "cells", pressed)
+    words = ["contestants=[streaming_llm,kvpop_mlp]", "lengths=[70]", "batches=[1]", "steps=2", "warmup=1"]
+    assert main(["bench", "decode", *words, f"run_dir={tmp_path}", "model.device=cpu"]) == 130
+    (cell,) = json.loads((tmp_path / "bench" / "decode.json").read_text())["cells"]
+    assert cell["contestant"] == "streaming_llm"
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_summary_of_times() -> None:

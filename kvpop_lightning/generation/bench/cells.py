@@ -99,7 +99,7 @@ def _graph(model: Any, policy: Any, rows: int, sizes: Sizes) -> Iterator[Cell]:
         budget = policy.budget if policy is not None else Budget(0, lengths[0] + room, 1)
         state = states.filled_state(model, budget, rows, lengths[0], policy)
         decoder = FusedDecoder(model, state, policy)
-        graph = capture(decoder)
+        graph = capture(decoder, keep=False)  # `move_to` sets what matters anew
         for length in lengths:
             states.move_to(state, length, policy)
             with Peak(model, state.nbytes) as peak:

@@ -40,8 +40,11 @@ ON_CPU: dict[str, Any] = {
 KEEPS_ALL = ("full", "library", "static")
 
 
-def decode_bench(config: Config) -> dict[str, Any]:
+def decode_bench(config: Config, report: dict[str, Any] | None = None) -> dict[str, Any]:
     """Measures what `bench.*` asks for; the report as written to `decode.json`.
+
+    Args:
+        report: a dictionary to fill while it goes on, so that an interruption leaves what was measured.
 
     Raises:
         UserError: sizes that do not fit together.
@@ -52,11 +55,16 @@ def decode_bench(config: Config) -> dict[str, Any]:
     budget = budget_of(wanted.budget or by_device["budget"])
     lengths = tuple(wanted.lengths) or by_device["lengths"]
     batches = tuple(wanted.batches) or by_device["batches"]
-    if any(number < 1 for number in (*lengths, *batches)) or list(lengths) != sorted(set(lengths)):
-        raise UserError(f"bench.lengths={list(lengths)} must rise from 1 on, bench.batches be at least 1")
+    if lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
+        raise UserError(f"bench.lengths={list(lengths)} must rise, from 1 on")
+    if min(batches) < 1:
+        raise UserError(f"bench.batches={list(batches)} must be at least 1 each")
+    if not wanted.contestants:
+        raise UserError("bench.contestants=[]: name at least one, as in bench.contestants=[full,kvpop_mlp]")
     sizes = Sizes(lengths, wanted.steps or by_device["steps"], wanted.warmup, wanted.chunk, wanted.reduction)
     model = _model(config, shapes, device)
-    report: dict[str, Any] = {
+    report = {} if report is None else report
+    report |= {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__, "shapes": shapes, "steps": sizes.steps, "warmup": sizes.warmup,
