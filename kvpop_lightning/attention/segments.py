@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpop_lightning.policy.kept import Kept
+
 PADDING = -1
 """Document id of a padding token."""
 
@@ -42,8 +44,8 @@ def find_segments(document_ids: Tensor | None, *, batch: int, length: int) -> li
 
     Returns:
         One segment per document; rows with the same layout and no padding share their segments, so that a
-        batch of equal rows costs one call. Padding belongs to no segment. Reads the ids on the host: once per
-        forward.
+        batch of equal rows costs one call. Padding belongs to no segment. Reads the ids on the host, once per
+        batch (`policy/kept.py`).
 
     Raises:
         ValueError: wrong shape, or ids that fall within a row.
@@ -55,13 +57,21 @@ def find_segments(document_ids: Tensor | None, *, batch: int, length: int) -> li
             f"document_ids must be [{batch}, {length}] like the keys, got {list(document_ids.shape)}: "
             "give one id per token, -1 for padding"
         )
+    return list(_segments.get(document_ids, _find))
+
+
+_segments: Kept[tuple[Segment, ...]] = Kept()
+
+
+def _find(document_ids: Tensor) -> tuple[Segment, ...]:
     ids_BT = document_ids.detach().to("cpu", torch.int64)
+    device = document_ids.device
     if bool((ids_BT == ids_BT[:1]).all()) and not bool((ids_BT == PADDING).any()):
-        return _row_segments(ids_BT[0], slice(0, batch), document_ids.device)
+        return tuple(_row_segments(ids_BT[0], slice(0, len(ids_BT)), device))
     found: list[Segment] = []
-    for row in range(batch):
-        found += _row_segments(ids_BT[row], slice(row, row + 1), document_ids.device)
-    return found
+    for row, ids_T in enumerate(ids_BT):
+        found += _row_segments(ids_T, slice(row, row + 1), device)
+    return tuple(found)
 
 
 def _row_segments(ids_T: Tensor, rows: slice, device: torch.device) -> list[Segment]:

@@ -8,14 +8,13 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpop_lightning.policy.budget import NEVER
+from kvpop_lightning.policy.kept import Kept
 from kvpop_lightning.policy.triton_choice import missing
 
 
@@ -58,13 +57,15 @@ class DocumentLayout:
         return self.real & (self.position >= sink)
 
 
+_layouts: Kept[DocumentLayout] = Kept()
+
+
 def document_layout(
     document_ids: Tensor | None, *, batch: int, length: int, device: torch.device | str | None = None
 ) -> DocumentLayout:
     """Everything the other functions need to know of `document_ids` [B, T] (None = one document, no padding).
 
-    Every layer asks it of the same batch many times: what was found is kept as long as the tensor lives and
-    nobody writes into it.
+    Every layer asks it of the same batch many times: what was found is kept with the tensor (`kept.py`).
 
     Raises:
         ValueError: wrong shape or dtype.
@@ -78,24 +79,7 @@ def document_layout(
         return DocumentLayout(real, index, whole, zero, whole, index, index, packed=False)
     _check_shape(document_ids, batch, length)
     ids = document_ids.to(device)
-    if not _may_be_kept(ids):
-        return _layout_of(ids)
-    version, layout = _known.get(ids, (None, None))
-    if layout is None or version != ids._version:
-        layout = _layout_of(ids)
-        _known[ids] = ids._version, layout
-    return layout
-
-
-_known: MutableMapping[Tensor, tuple[int, DocumentLayout]] = WeakTensorKeyDictionary()
-
-
-def _may_be_kept(ids: Tensor) -> bool:
-    """Not what inference mode makes (it may enter no later gradient) or a CUDA graph (it holds nothing until
-    it is replayed), nor what is no plain tensor."""
-    if type(ids) is not Tensor or ids.is_inference() or torch.is_inference_mode_enabled():
-        return False
-    return not (ids.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _layouts.get(ids, _layout_of)
 
 
 def _layout_of(ids: Tensor) -> DocumentLayout:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpop_lightning.attention import dense_attention, find_segments, sparse_attention
+from kvpop_lightning.attention import dense_attention, find_segments, segments, sparse_attention
 from kvpop_lightning.policy.budget import Budget
 
 NEVER = torch.iinfo(torch.int64).max
@@ -222,3 +222,19 @@ def test_refusals_are_one_clear_line() -> None:
             call()
         assert words in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_segments_are_found_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Tensor] = []
+    real = segments._find
+    monkeypatch.setattr(segments, "_find", lambda ids: found.append(ids) or real(ids))
+    ids = torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]])
+    first = find_segments(ids, batch=2, length=4)
+    first.clear()  # the caller's own list
+    assert len(find_segments(ids, batch=2, length=4)) == 3
+    assert len(found) == 1
+    ids[0, 2:] = 0
+    assert len(find_segments(ids, batch=2, length=4)) == 2
+    assert len(found) == 2
+    with pytest.raises(ValueError, match="must be"):
+        find_segments(ids, batch=1, length=4)
