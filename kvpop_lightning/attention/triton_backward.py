@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpop_lightning.attention.triton_forward import gather
+from kvpop_lightning.attention.triton_forward import at_rows, gather, query_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -56,6 +56,20 @@ def delta_kernel(
         delta -= tl.load(GRAD_LSE + bh * T + t, mask=ok, other=0.0)
     tl.store(DELTA + bh * T + t, tl.where(sees, delta, 0.0), mask=ok)
     tl.store(LSE2 + bh * T + t, tl.where(sees, lse * LOG2E, float("inf")), mask=ok)
+
+
+@triton.jit
+def _load_queries(
+    Q, GRAD, LSE2, DELTA, query, head, row_ok, mask, stat_base, T, q_h, q_t, g_h, g_t, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """A tile of queries and of their gradients, and what goes with each row; Q, GRAD of the batch row,
+    `stat_base` the place of its first head's first query in LSE2 and DELTA."""
+    q = tl.load(at_rows(Q, head, query, q_h, q_t, BLOCK_D), mask=mask, other=0.0)
+    grad = tl.load(at_rows(GRAD, head, query, g_h, g_t, BLOCK_D), mask=mask, other=0.0)
+    stat = stat_base + head.to(tl.int64) * T + query
+    lse2 = tl.load(LSE2 + stat, mask=row_ok, other=float("inf"))
+    delta = tl.load(DELTA + stat, mask=row_ok, other=0.0)
+    return q, grad, lse2, delta
 
 
 @triton.jit(do_not_specialize=["T", "blocks", "H"])
@@ -106,20 +120,12 @@ def query_gradient_kernel(
     bh = tl.program_id(1)
     b = (bh // H).to(tl.int64)
     h = bh % H
-    row = tl.arange(0, M)
-    query = tile * QUERIES + row // G
-    head = h * G + row % G
-    row_ok = (row < QUERIES * G) & (query < T)
-    d = tl.arange(0, BLOCK_D)
-    d_ok = d < D
-    mask = row_ok[:, None] & d_ok[None, :]
-    at = head.to(tl.int64) * q_h + query.to(tl.int64) * q_t
-    q = tl.load(Q + b * q_b + at[:, None] + d[None, :], mask=mask, other=0.0)
-    at = head.to(tl.int64) * g_h + query.to(tl.int64) * g_t
-    grad = tl.load(GRAD + b * g_b + at[:, None] + d[None, :], mask=mask, other=0.0)
-    stat = (bh.to(tl.int64) * G + row % G) * T + query
-    lse2 = tl.load(LSE2 + stat, mask=row_ok, other=float("inf"))
-    delta = tl.load(DELTA + stat, mask=row_ok, other=0.0)
+    query, head, row_ok = query_rows(tile * QUERIES, T, h, G, M, QUERIES)
+    mask = row_ok[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    q, grad, lse2, delta = _load_queries(
+        Q + b * q_b, GRAD + b * g_b, LSE2, DELTA, query, head, row_ok, mask, (bh - h).to(tl.int64) * G * T,
+        T, q_h, q_t, g_h, g_t, BLOCK_D,
+    )  # fmt: skip
     k_base = K + b * k_b + h.to(tl.int64) * k_h
     v_base = V + b * v_b + h.to(tl.int64) * v_h
     ends = END + bh.to(tl.int64) * T
@@ -157,8 +163,8 @@ def query_gradient_kernel(
         p = tl.where(sees, tl.exp2(s * scale2 - lse2[:, None]), 0.0)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    at = head.to(tl.int64) * d_h + query.to(tl.int64) * d_t
-    tl.store(DQ + b * d_b + at[:, None] + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=mask)
+    dq_at = at_rows(DQ + b * d_b, head, query, d_h, d_t, BLOCK_D)
+    tl.store(dq_at, (acc * scale).to(DQ.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -192,19 +198,11 @@ def _tile(
     PRECISION: tl.constexpr,
 ):
     """What the queries `first : min(first + QUERIES, stop)` add to the gradients of one tile of keys."""
-    row = tl.arange(0, M)
-    query = first + row // G
-    head = h * G + row % G
-    row_ok = (row < QUERIES * G) & (query < stop)
-    d = tl.arange(0, BLOCK_D)
-    mask = row_ok[:, None] & (d < D)[None, :]
-    at = head.to(tl.int64) * q_h + query.to(tl.int64) * q_t
-    q = tl.load(Q + at[:, None] + d[None, :], mask=mask, other=0.0)
-    at = head.to(tl.int64) * g_h + query.to(tl.int64) * g_t
-    grad = tl.load(GRAD + at[:, None] + d[None, :], mask=mask, other=0.0)
-    stat = stat_base + (row % G).to(tl.int64) * T + query
-    lse2 = tl.load(LSE2 + stat, mask=row_ok, other=float("inf"))
-    delta = tl.load(DELTA + stat, mask=row_ok, other=0.0)
+    query, head, row_ok = query_rows(first, stop, h, G, M, QUERIES)
+    mask = row_ok[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    q, grad, lse2, delta = _load_queries(
+        Q, GRAD, LSE2, DELTA, query, head, row_ok, mask, stat_base, T, q_h, q_t, g_h, g_t, BLOCK_D
+    )
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     p = tl.exp2(s * (scale * LOG2E) - lse2[None, :])
     if MASKED:
@@ -297,7 +295,7 @@ def key_gradient_kernel(
 
         q_base = Q + b * q_b
         g_base = GRAD + b * g_b
-        stat_base = bh.to(tl.int64) * G * T
+        stat_base = (bh - h).to(tl.int64) * G * T
         dk = tl.zeros([N, BLOCK_D], tl.float32)
         dv = tl.zeros([N, BLOCK_D], tl.float32)
         for i in range(0, clear_tiles):

@@ -29,6 +29,22 @@ def gather(base, j, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
         return tl.load(at, mask=(d < D)[None, :], other=0.0)
 
 
+@triton.jit
+def query_rows(first, stop, h, G: tl.constexpr, M: tl.constexpr, QUERIES: tl.constexpr):
+    """Of a tile's `M` rows: query index (from `first`), query head, and whether there is one below `stop`."""
+    row = tl.arange(0, M)
+    query = first + row // G
+    return query, h * G + row % G, (row < QUERIES * G) & (query < stop)
+
+
+@triton.jit
+def at_rows(base, head, query, by_head, by_query, BLOCK_D: tl.constexpr):
+    """Pointers [M, BLOCK_D] to the rows of a tile; `base` is that of the batch row."""
+    d = tl.arange(0, BLOCK_D)
+    at = head.to(tl.int64) * by_head + query.to(tl.int64) * by_query
+    return base + at[:, None] + d[None, :]
+
+
 @triton.jit(do_not_specialize=["T", "blocks", "H"])
 def forward_kernel(
     Q,
@@ -74,14 +90,9 @@ def forward_kernel(
     bh = tl.program_id(1)
     b = (bh // H).to(tl.int64)
     h = bh % H
-    row = tl.arange(0, M)
-    query = tile * QUERIES + row // G
-    head = h * G + row % G
-    row_ok = (row < QUERIES * G) & (query < T)
-    d = tl.arange(0, BLOCK_D)
-    d_ok = d < D
-    q_at = Q + b * q_b + (head.to(tl.int64) * q_h + query.to(tl.int64) * q_t)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=row_ok[:, None] & d_ok[None, :], other=0.0)
+    query, head, row_ok = query_rows(tile * QUERIES, T, h, G, M, QUERIES)
+    mask = row_ok[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    q = tl.load(at_rows(Q + b * q_b, head, query, q_h, q_t, BLOCK_D), mask=mask, other=0.0)
     k_base = K + b * k_b + h.to(tl.int64) * k_h
     v_base = V + b * v_b + h.to(tl.int64) * v_h
     ends = END + bh.to(tl.int64) * T
@@ -140,6 +151,6 @@ def forward_kernel(
     safe = tl.where(some, total, 1.0)
     out = tl.where(some[:, None], acc / safe[:, None], 0.0)
     lse = tl.where(some, (top + tl.log2(safe)) * LN2, float("-inf"))
-    o_at = OUT + b * o_b + (head.to(tl.int64) * o_h + query.to(tl.int64) * o_t)[:, None] + d[None, :]
-    tl.store(o_at, out.to(OUT.dtype.element_ty), mask=row_ok[:, None] & d_ok[None, :])
-    tl.store(LSE + (bh.to(tl.int64) * G + row % G) * T + query, lse, mask=row_ok)
+    o_at = at_rows(OUT + b * o_b, head, query, o_h, o_t, BLOCK_D)
+    tl.store(o_at, out.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(LSE + ((bh - h).to(tl.int64) * G + head) * T + query, lse, mask=row_ok)
