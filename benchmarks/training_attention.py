@@ -326,21 +326,25 @@ def draw(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.6))
+    shown = [row for row in rows if "keys" not in row and "float32" not in row["work"]]
+    works = list(dict.fromkeys(row["work"] for row in shown))
+    colours = pyplot.get_cmap("tab20")
     for axis, key, title in zip(
         axes, ("forward_ms", "both_ms"), ("forward", "forward + backward"), strict=True
     ):
-        shown = [row for row in rows if "keys" not in row and "float32" not in row["work"]]
-        for work in dict.fromkeys(row["work"] for row in shown):
-            points = [(row["T"], row[key]) for row in shown if row["work"] == work and key in row]
-            if not points:
-                continue
-            axis.plot(*zip(*points, strict=True), marker="o", label=work)
+        for number, work in enumerate(works):
+            points = sorted((row["T"], row[key]) for row in shown if row["work"] == work and key in row)
+            if points:
+                look = {"marker": "osD^v"[number % 5], "markersize": 4, "color": colours(number)}
+                axis.plot(*zip(*points, strict=True), label=work, **look)
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
         axis.set_xticks(LENGTHS, [f"{T // 1024}k" for T in LENGTHS])
         axis.minorticks_off()
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncol=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=130)
 
 
