@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,24 +102,46 @@ def generate(model: Any, tokenizer: Any, prompt: str, config: Config, show: Show
 
 
 def with_cache_policy(model: Any, config: Config) -> Any:
-    """The model with the policy trained in this run folder, else as the configuration describes it."""
-    from kvpop_lightning.models import load, retrofit
+    """The model with the policy trained in this run folder, or with the one it was exported with, else as the
+    configuration describes it. A base that was trained with its policy is another model."""
+    from kvpop_lightning.models import retrofit
+    from kvpop_lightning.models.persist import load_beside, policy_name
     from kvpop_lightning.policy import Budget
 
     policy = config.policy
     if policy.name == "full":
         return model.eval()
+    budget = Budget(policy.budget.sink, policy.budget.window, policy.budget.topk)
     trained = Path(config.run_dir) / "policy" / policy.name
-    if trained.is_dir():
-        return load(trained, base=model).eval()
+    of_model = policy_name(config.model.path) if config.model.source == "path" and config.model.path else None
+    if trained.is_dir() or of_model == policy.name:
+        model = load_beside(trained if trained.is_dir() else str(config.model.path), model).eval()
+        _say_other_budget(model, budget, config)
+        return model
     if policy.name in TRAINED_POLICIES:
+        also = f"; {config.model.path} comes with {of_model}: policy={of_model} uses it" if of_model else ""
         print(
             f"warning: {policy.name} is not trained in {config.run_dir}: a fresh scorer decides at random; "
-            f"kvpop train policy={policy.name} run_dir={config.run_dir} trains it",
+            f"kvpop train policy={policy.name} run_dir={config.run_dir} trains it{also}",
             file=sys.stderr,
         )
-    budget = Budget(policy.budget.sink, policy.budget.window, policy.budget.topk)
     return retrofit(model, budget=budget, **retrofit_options(config)).eval()
+
+
+def _say_other_budget(model: Any, budget: Any, config: Config) -> None:
+    """A saved policy brings its budget; a command that asks for another one is told."""
+    from kvpop_lightning.policy.memory import equal_bytes_budget
+
+    if config.policy.equal_bytes:
+        with suppress(ValueError):  # too small a budget to pay for the saved scorer's state: another one
+            budget = equal_bytes_budget(budget, model.kvpop.layer_scorer(0))
+    own = model.kvpop.budget
+    if own != budget:
+        print(
+            f"warning: the saved {config.policy.name} keeps its own budget, sink={own.sink} "
+            f"window={own.window} topk={own.topk}; policy.budget.* of this command is not used",
+            file=sys.stderr,
+        )
 
 
 class _Screen:

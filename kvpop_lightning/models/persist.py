@@ -123,9 +123,9 @@ def load(path: str | Path, base: Any = None, *, strict: bool = True) -> Any:
     same_dtype = str(next(model.parameters()).dtype) == f"torch.{about['dtype']}"
     if strict and same_dtype and base_fingerprint(model) != about["fingerprint"]:
         raise UserError(
-            f"the base weights are not those that the policy in {path} was made for ({about['name']}): "
-            "pass the right base=, "
-            "or strict=False to use it all the same"
+            f"the base weights are not those that the policy in {path} was made for"
+            f"{' (' + about['name'] + ')' if about['name'] else ''}: pass the right base=, or strict=False "
+            "to use it all the same"
         )
     if base is None:
         record = {key: about[key] for key in ("name", "origin", "fingerprint", "dtype")}
@@ -139,6 +139,30 @@ def load(path: str | Path, base: Any = None, *, strict: bool = True) -> Any:
     except ValueError as error:
         raise UserError(f"the policy in {path} does not fit this base: {error}") from error
     return model.eval()
+
+
+def load_beside(path: str | Path, model: Any) -> Any:
+    """`load` with `model` as base, in place; but a base that was trained with the policy, whose weights the
+    folder holds, is a model of its own, on `model`'s device.
+
+    Raises:
+        UserError: as `load`.
+    """
+    about = _read_description(Path(path))["base"]
+    if about["weights"] and about["fingerprint"] != base_fingerprint(model):
+        return load(path).to(next(model.parameters()).device)
+    return load(path, base=model)
+
+
+def policy_name(path: str | Path) -> str | None:
+    """Name of the policy that a folder holds; None if it is no folder of a retrofitted model.
+
+    Raises:
+        UserError: a description that cannot be read, of another format version or incomplete.
+    """
+    if not (Path(path) / DESCRIPTION).is_file():
+        return None
+    return str(_read_description(Path(path))["policy"].get("name"))
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -99,6 +99,45 @@ def test_a_run_folder_gives_policy_and_table(folder: Path) -> None:
     assert main(["export", *TINY, "policy=full"]) == 2
 
 
+def test_an_exported_folder_is_a_model_with_its_policy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`generate` and `export` find the policy in the folder that `model.path` names."""
+    model = kvpop_lightning.load(folder)
+    with torch.no_grad():
+        for parameter in model.kvpop.parameters():
+            parameter.add_(1.0)
+    model.save_pretrained(folder.parent / "run" / "policy" / "kvpop_linear")
+    assert main(["export", "theirs", *TINY, "run_dir=run"]) == 0
+    at = ["model.source=path", "model.path=theirs"]
+    capsys.readouterr()
+    assert main(["export", "again", *TINY[1:], *at]) == 0
+    assert "warning" not in capsys.readouterr().err
+    again = kvpop_lightning.load(folder.parent / "again").kvpop.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.kvpop.state_dict().items())
+    words = ["hello", "max_new_tokens=2", *at]
+    assert main(["generate", *words, "policy=kvpop_linear", "policy.budget.topk=30"]) == 0
+    assert "keeps its own budget, sink=2 window=6 topk=8" in capsys.readouterr().err
+    assert main(["generate", *words, "policy=kvpop_mlp"]) == 0
+    assert "theirs comes with kvpop_linear: policy=kvpop_linear uses it" in capsys.readouterr().err
+
+
+def test_a_base_that_was_trained_with_its_policy_comes_with_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = kvpop_lightning.load(folder)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    saved = folder.parent / "run" / "policy" / "kvpop_linear"
+    model.save_pretrained(saved)
+    assert (saved / "model.safetensors").exists()
+    capsys.readouterr()
+    assert main(["generate", "hello", *TINY, "run_dir=run", "max_new_tokens=2"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["export", "theirs", *TINY, "run_dir=run"]) == 0
+    assert torch.equal(logits(kvpop_lightning.load(folder.parent / "theirs")), logits(model))
+
+
 def test_folders_that_do_not_fit_are_one_line(folder: Path) -> None:
     def refused(*words: str) -> None:
         with pytest.raises(UserError) as error:
@@ -122,3 +161,7 @@ def test_folders_that_do_not_fit_are_one_line(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file({n: t for n, t in weights.items() if "layers.1" not in n}, folder / "model.safetensors")
     refused(str(folder))
+    with pytest.raises(
+        UserError, match="was made for: pass the right base="
+    ):  # the folder has no name for it
+        kvpop_lightning.load(folder, base=kvpop_lightning.models.tiny_model("llama", seed=9))
