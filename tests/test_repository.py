@@ -17,6 +17,8 @@ PACKAGE = ROOT / "kvpop_lightning"
 # Lower rooms first: a room may import those before it, never those after it.
 ROOMS = [
     "errors",
+    "disk",
+    "locks",
     "policy",
     "attention",
     "cache",
