@@ -276,8 +276,15 @@ def markdown(table: Sequence[Entry]) -> str:
 
 
 def write_table(table: Sequence[Entry], run_dir: str | Path) -> tuple[Path, Path]:
-    """Write `table.json` and `table.md` into `run_dir`; returns both paths."""
+    """Write `table.json` and `table.md` into `run_dir`; returns both paths.
+
+    Beside them `metrics.json`, policy -> budget -> `kl` and `top1`: DVC shows no figures of a list.
+    """
     folder = Path(run_dir)
     write_json(folder / "table.json", list(table))
+    metrics = dict[str, dict[str, Any]]()
+    for e in filter(ran, table):
+        metrics.setdefault(e["policy"], {})[str(e["budget"])] = {name: e[name] for name in ("kl", "top1")}
+    write_json(folder / "metrics.json", metrics)
     (folder / "table.md").write_text(markdown(table))
     return folder / "table.json", folder / "table.md"

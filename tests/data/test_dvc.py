@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -53,7 +54,7 @@ def commit(folder: Path, message: str) -> None:
 def outputs(folder: Path) -> dict[str, str]:
     """Hashes of what the stages have written."""
     run = folder / "runs" / "smoke"
-    files = [run / "table.json"]
+    files = [run / "table.json", run / "metrics.json"]
     for name in ("data", "policy", "checkpoints", "report"):
         files += [path for path in sorted((run / name).rglob("*")) if path.is_file()]
     return {str(path.relative_to(run)): sha256(path.read_bytes()).hexdigest() for path in files}
@@ -80,20 +81,15 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def change(folder: Path, group: str, key: str, value: object) -> None:
-    params = yaml.safe_load((folder / "params.yaml").read_text())
-    assert params[group][key] != value
-    params[group][key] = value
-    (folder / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
-
-
 def test_the_pipeline_runs_once_in_part_and_travels(project: Path) -> None:
     first = dvc(project, "repro")
     assert [f"Running stage '{name}'" in first for name in ("prepare", "train", "evaluate", "report")] == [
         True
     ] * 4
     made = outputs(project)
-    assert {name.split("/")[0] for name in made} == {"data", "policy", "checkpoints", "report", "table.json"}
+    assert {name.split("/")[0] for name in made} == {
+        "data", "policy", "checkpoints", "report", "table.json", "metrics.json"
+    }  # fmt: skip
     lock = yaml.safe_load((project / "dvc.lock").read_text())["stages"]
 
     # A second time nothing runs and nothing changes.
@@ -110,9 +106,8 @@ def test_the_pipeline_runs_once_in_part_and_travels(project: Path) -> None:
     )
     assert lock["prepare"]["outs"][0]["md5"] in call(project, sys.executable, "-c", script)
 
-    # A parameter reaches the command and reruns what depends on it, no more.
-    change(project, "trainer", "max_steps", 3)
-    third = dvc(project, "repro")
+    # An experiment with another parameter, which reaches the command and reruns what depends on it, no more.
+    third = dvc(project, "exp", "run", "-n", "three", "-S", "trainer.max_steps=3")
     assert [f"Running stage '{name}'" in third for name in ("prepare", "train", "evaluate")] == [
         False,
         True,
@@ -124,6 +119,14 @@ def test_the_pipeline_runs_once_in_part_and_travels(project: Path) -> None:
         name for name in made if name.startswith("data/")
     }
     assert now["policy/kvpop_mlp/kvpop.safetensors"] != made["policy/kvpop_mlp/kvpop.safetensors"]
+
+    # Its figures are DVC's metrics, also beside those of other experiments.
+    table = {e["policy"]: e for e in json.loads((project / "runs/smoke/table.json").read_text())}
+    shown = json.loads(dvc(project, "metrics", "show", "--json"))[""]["data"]["runs/smoke/metrics.json"][
+        "data"
+    ]
+    assert shown["kvpop_mlp"]["32"]["kl"] == table["kvpop_mlp"]["kl"]
+    assert "kvpop_mlp.32.kl" in dvc(project, "exp", "show", "--csv")
 
     # Another checkout gets the same bytes from a remote, and has nothing left to do.
     store = project.parent / "store"

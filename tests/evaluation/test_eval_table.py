@@ -80,6 +80,9 @@ def test_the_written_table_is_strict_json_with_the_promised_fields(table, tmp_pa
         } <= e.keys()
     assert text.read_text() == markdown(table)
     assert not list(tmp_path.glob(".*"))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert set(metrics) == {"full", *KL}
+    assert metrics["kvpop_mlp"]["64"] == {"kl": pytest.approx(0.22), "top1": pytest.approx(1 - 0.22)}
 
 
 def test_the_terminal_table_fits_80_columns(table):
