@@ -140,13 +140,19 @@ def write(folder: Path, stats: dict[str, Any]) -> list[Path]:
     mix = stats[splits[0]]["mix"]
     axes[1].barh(list(mix)[:16][::-1], [part["tokens"] for part in list(mix.values())[:16]][::-1])
     axes[1].set_title(f"tokens by family, {splits[0]}")
-    for name, found in stats.get("distances", {}).items():
-        counts = np.array(found["counts"])
-        axes[2].plot(labels, counts / max(1, counts.sum()), label=name)
-    axes[2].set_title("from a given fact to its uses, share")
-    axes[2].tick_params(axis="x", labelrotation=60)
     if stats.get("distances"):
+        for name, found in stats["distances"].items():
+            counts = np.array(found["counts"])
+            axes[2].plot(labels, counts / max(1, counts.sum()), label=name)
+        axes[2].set_title("from a given fact to its uses, share")
+        axes[2].tick_params(axis="x", labelrotation=60)
         axes[2].legend(fontsize=5, ncols=2)
+    elif went := stats[splits[0]]["account"]:
+        shown = {"kept": went["kept"], "not needed": went["not_needed"], **went["dropped"]}
+        drawn = axes[2].barh(list(shown)[::-1], list(shown.values())[::-1])
+        axes[2].bar_label(drawn, fontsize=7)
+        axes[2].set_title(f"what became of {went['read']} rows, {splits[0]}")
+        axes[2].tick_params(axis="y", labelsize=7)
     figure.tight_layout()
     figure.savefig(folder / "stats.png", dpi=110)
     plt.close(figure)

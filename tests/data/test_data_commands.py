@@ -14,6 +14,7 @@ import pytest
 
 from kvpop_lightning.cli import main
 from kvpop_lightning.config.schema import ModelConfig
+from kvpop_lightning.data import stats
 from kvpop_lightning.data.chat import tokenizer_fingerprint
 from kvpop_lightning.data.prepare import prepare
 from kvpop_lightning.errors import UserError
@@ -57,6 +58,33 @@ def test_stats_of_a_file_say_where_its_rows_went(words, tmp_path, capsys):
     assert told["read"] == 62 == told["kept"] + sum(told["dropped"].values())
     assert (told["dropped"]["duplicate"], told["dropped"]["bad_row_missing_field"]) == (1, 1)
     assert "source: 62 rows read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("procedural", [True, False])
+def test_the_picture_has_no_empty_panel(tmp_path, monkeypatch, procedural):
+    """Distances from facts to uses are known of problems made here; of a file, what became of its rows."""
+    import matplotlib.figure
+
+    drawn: dict[str, float] = {}
+
+    def look(figure, *_, **__):
+        for axis in figure.axes:
+            marks = sum(len(line.get_xdata()) for line in axis.lines)
+            drawn[axis.get_title()] = marks + sum(bar.get_width() for bar in axis.patches)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", look)
+    part = {
+        "lengths": stats.histogram([5, 400]),
+        "mix": {"a": {"documents": 2, "tokens": 405}},
+        "account": None if procedural else {"read": 9, "kept": 2, "not_needed": 3, "dropped": {"x": 4}},
+    }
+    distances = {"distances": {"ledger": stats.histogram([3, 900])}} if procedural else {}
+    stats.write(tmp_path, {"train": part, **distances})
+    last = "from a given fact to its uses, share" if procedural else "what became of 9 rows, train"
+    assert list(drawn)[2] == last
+    assert all(drawn.values())
+    if not procedural:
+        assert drawn[last] == 9
 
 
 def test_prepare_says_what_became_of_the_rows_and_which_keys_decide(words, tmp_path, capsys):
