@@ -209,7 +209,10 @@ class Evaluation:
             for c in self.contestants
         ]
         add_intervals(entries)
-        entries += [refusal(c.name, c.total, reference, str(c.reason)) for c in self.refused]
+        entries += [
+            refusal(c.name, c.total, reference, str(c.reason)) | {"bounded": c.facts()["bounded"]}
+            for c in self.refused
+        ]
         return sorted(entries, key=lambda e: self.order.index((e["policy"], e["budget"])))
 
 
