@@ -18,6 +18,12 @@ from kvpop_lightning.cache.layer import BoundedLayer
 from kvpop_lightning.policy.budget import Budget
 
 
+def keeps_waiting(scorer: Any, budget: Budget) -> bool:
+    """Whether scores are known before the token leaves the window and cannot be worked out again then: under
+    a delay below the window, or from hidden states."""
+    return bool(scorer.needs_hidden or (scorer.stateful and scorer.delay < budget.window))
+
+
 @dataclass
 class StepState:
     """Static tensors; L layers, B rows (slots of the engine), H KV heads, N = budget.total."""
@@ -33,7 +39,7 @@ class StepState:
     seen: Tensor
     """int32 [B]: tokens of each row so far."""
     waiting: Tensor
-    """[L, B, H, w]: scores of the ring's tokens, only for a delay below the window (else empty)."""
+    """[L, B, H, w]: scores of the ring's tokens, where `keeps_waiting` (else empty)."""
     memory: dict[str, Tensor]
     """The scorers' recurrent state, [L, B, H, ...]."""
 

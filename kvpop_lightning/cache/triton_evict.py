@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CONSTANT, LINEAR, MLP, KEY_NORM, RANDOM, WAITING, DELAYED = (tl.constexpr(kind) for kind in range(7))
+CONSTANT, LINEAR, MLP, KEY_NORM, RANDOM, WAITING, DELAYED, INSERTED = (tl.constexpr(n) for n in range(8))
 """How the leaving token comes by its score: see `evict_kernel`."""
 LATEST = tl.constexpr(2147483647)
 
@@ -112,6 +112,7 @@ def evict_kernel(
 
     KIND: CONSTANT (0), LINEAR, MLP (COLS = width), KEY_NORM, RANDOM: score from the token at once.
     WAITING: stateful with a delay below the window, the score lies in `waiting` since its read.
+    INSERTED: reads hidden states, the score lies in `waiting` since the token came (`insert_kernel`).
     DELAYED: stateful with delay = window: only prepares. The last two also project the token that is read at
     this step, `DELAY` before the new one: COLS = d_m into read_query, COLS_2 = width into read_share.
     """
@@ -146,7 +147,7 @@ def evict_kernel(
             state = mixed(mixed(tl.zeros([], tl.int64), random_seed.to(tl.int64)), (lh // HEADS).to(tl.int64))
             state = mixed(mixed(state, (lh % HEADS).to(tl.int64)), token.to(tl.int64))
             score = random_scale * (((state >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07)
-        elif KIND == WAITING:
+        elif KIND == WAITING or KIND == INSERTED:  # noqa: SIM109
             score = tl.load(waiting + cell * WINDOW + seen % WINDOW)
         else:
             score = tl.zeros([], tl.float32)
@@ -175,3 +176,34 @@ def evict_kernel(
                 values + slot * D, value_mean, value_std, value_weight_2, lh, acc2, D, COLS_2, COLS_2P
             )
             tl.store(read_share + cell * COLS_2 + c2, acc2, mask=c2 < COLS_2)
+
+
+@triton.jit
+def insert_kernel(
+    keys, values, waiting, seen_ptr, share, key_mean, key_std, value_mean, value_std, key_weight,
+    value_weight, bias, out_weight, out_bias, ROWS,
+    HEADS: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr,
+    COLS_P: tl.constexpr, HAS_KV: tl.constexpr, IS_MLP: tl.constexpr,
+):  # fmt: skip
+    """Scores the new token of every layer, row and head, grid (layers * heads * rows) as for `evict_kernel`.
+
+    Its key and value are in the ring by now; `share` [L, B, H, COLS] is what its hidden state adds.
+    """
+    lh = tl.program_id(0) // ROWS
+    row = tl.program_id(0) % ROWS
+    cell = ((lh // HEADS) * ROWS + row) * HEADS + lh % HEADS
+    slot = tl.load(seen_ptr + row) % WINDOW
+    c = tl.arange(0, COLS_P)
+    inside = c < COLS
+    acc = tl.load(bias + lh * COLS + c, mask=inside, other=0.0)
+    acc += tl.load(share + cell * COLS + c, mask=inside, other=0.0)
+    if HAS_KV:
+        at = cell.to(tl.int64) * (N * D) + slot * D
+        acc = project(keys + at, key_mean, key_std, key_weight, lh, acc, D, COLS, COLS_P)
+        acc = project(values + at, value_mean, value_std, value_weight, lh, acc, D, COLS, COLS_P)
+    if IS_MLP:
+        acc = acc / (1.0 + tl.exp(-acc)) * tl.load(out_weight + lh * COLS + c, mask=inside, other=0.0)
+        score = tl.sum(acc, axis=0) + tl.load(out_bias + lh)
+    else:
+        score = tl.sum(acc, axis=0)
+    tl.store(waiting + cell * WINDOW + slot, score)

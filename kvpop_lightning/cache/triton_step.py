@@ -25,6 +25,8 @@ KINDS = {
     "key_norm": evict.KEY_NORM.value,
 }
 KINDS |= {"random": evict.RANDOM.value}
+READ_HIDDEN = ("linear", "mlp")
+"""Scorers that may read the hidden state of the token they score: at once, so that none is kept."""
 
 
 def step_refusal(policy: Any) -> str | None:
@@ -32,8 +34,8 @@ def step_refusal(policy: Any) -> str | None:
     scorer = policy.layer_scorer(0)
     if scorer.stepwise:
         return f"{policy.name} decides from what is held"
-    if scorer.needs_hidden:
-        return f"scorer.inputs={scorer.inputs} reads hidden states"
+    if scorer.needs_hidden and scorer.kind not in READ_HIDDEN:
+        return f"scorer.type={scorer.kind} with scorer.inputs={scorer.inputs} keeps hidden states"
     if scorer.kind == "mlstm":
         return None if scorer.delay >= 1 else "scorer.delay=0 reads the new token itself"
     return None if scorer.kind in KINDS else f"there is no step kernel for {scorer.kind}"
@@ -64,6 +66,10 @@ class StepKernels:
         scaling: factor of the attention logits.
         eps: of the RMS norms of query and key, where the model has them.
 
+    Attributes:
+        hidden_weight: [L, H * columns, Hid] for a scorer that reads hidden states, else None. Its product
+            with what the q projection reads goes into `share[layer]` [B, H * columns], before `advance`.
+
     Raises:
         ValueError: a policy that the kernels do not serve, a head size that is no power of two.
     """
@@ -88,6 +94,8 @@ class StepKernels:
         self.part_out = torch.empty(*parts, self.head_dim, dtype=work, device=device)
         self.arrived = torch.zeros(self.rows, self.heads, dtype=torch.int32, device=device)
         self.kind = evict.CONSTANT.value
+        self.hidden_weight: Tensor | None = None
+        self.share: Tensor
         if policy is not None:
             refusal = step_refusal(policy)
             if refusal:
@@ -123,6 +131,8 @@ class StepKernels:
         if scorer.kind != "mlstm":
             self.kind = KINDS[scorer.kind]
             self.columns = scorer.width if scorer.kind == "mlp" else 1
+            if scorer.needs_hidden:
+                self._hidden_weights(stacked)
             return
         self.delay, self.columns, self.columns_2 = scorer.delay, scorer.memory_dim, scorer.width
         self.kind = evict.DELAYED.value if self.delay == self.state.budget.window else evict.WAITING.value
@@ -138,6 +148,18 @@ class StepKernels:
         self.w["low"] = torch.zeros(cells, dtype=torch.float64, device=device)
         self.w["low_slot"] = torch.zeros(cells, dtype=torch.int32, device=device)
         self.read = {n: stacked[n].contiguous() for n in ("norm_gain", "read_weight")}
+
+    def _hidden_weights(self, stacked: dict[str, Tensor]) -> None:
+        """The hidden state's standardisation goes into its weight and the bias: a plain product is left."""
+        self.has_kv, self.is_mlp = "key_weight" in stacked, self.kind == evict.MLP.value
+        self.kind = evict.INSERTED.value
+        scale = stacked["hidden_std"].reciprocal()[:, None, :, None]  # [L, 1, Hid, 1]
+        weight = stacked["hidden_weight"].unflatten(0, (self.layers, self.heads)) * scale
+        shift = (weight * stacked["hidden_mean"][:, None, :, None]).sum(2)  # [L, H, columns]
+        self.w["bias"] = (stacked["bias"] - shift.flatten(0, 1)).contiguous()
+        self.hidden_weight = weight.transpose(2, 3).flatten(1, 2).contiguous()
+        size = (self.layers, self.rows, self.hidden_weight.shape[1])
+        self.share = torch.zeros(size, dtype=self.w["bias"].dtype, device=self.w["bias"].device)
 
     def before_layers(self) -> None:
         """Takes the token that leaves the window out of the ring of every layer and places or drops it."""
@@ -204,4 +226,14 @@ class StepKernels:
 
     def advance(self) -> None:
         """The new token of every row is in."""
+        if self.hidden_weight is not None:
+            state, w = self.state, self.w
+            evict.insert_kernel[(self.layers * self.rows * self.heads,)](
+                state.keys, state.values, state.waiting, state.seen, self.share, w["key_mean"], w["key_std"],
+                w["value_mean"], w["value_std"], w["key_weight"], w["value_weight"], w["bias"],
+                w["output_weight"], w["output_bias"], self.rows,
+                HEADS=self.heads, WINDOW=state.budget.window, N=self.slots, D=self.head_dim,
+                COLS=self.columns, COLS_P=triton.next_power_of_2(self.columns), HAS_KV=self.has_kv,
+                IS_MLP=self.is_mlp, num_warps=self.launch.evict_warps, enable_fp_fusion=False,
+            )  # fmt: skip
         self.state.seen.add_(1)

@@ -154,6 +154,9 @@ class FusedDecoder:
         self.kernels.before_layers()
         for index, layer in enumerate(self.layers):
             self._linear(self.hidden, layer.qkv, self.qkv, tiles.qkv, norm=layer.norm_1)
+            if self.kernels.hidden_weight is not None:
+                weight, share = self.kernels.hidden_weight[index], self.kernels.share[index]
+                self._linear(self.hidden, weight, share, tiles.qkv, norm=layer.norm_1)
             self.kernels.attend(index, self.qkv, cos, sin, self.attended, layer.q_norm, layer.k_norm)
             self._linear(self.attended, layer.output, self.hidden, tiles.output, residual=True)
             self._gated(layer)
@@ -189,8 +192,8 @@ class FusedDecoder:
             x = self.normed
         if residual:
             torch.addmm(out, x, weight.T, out=out)
-        elif out.dtype == x.dtype:
-            torch.mm(x, weight.T, out=out)
+        elif out.dtype == weight.dtype:  # a scorer's weights may be wider than the model's
+            torch.mm(x.to(weight.dtype), weight.T, out=out)
         else:
             out.copy_(x @ weight.T)
 

@@ -144,7 +144,7 @@ class GraphRunner:
     """
 
     def __init__(self, model: Any, slots: int, *, graph: bool = True, available: int | None = None) -> None:
-        from kvpop_lightning.cache.step_state import StepState
+        from kvpop_lightning.cache.step_state import StepState, keeps_waiting
         from kvpop_lightning.generation.fused import FusedDecoder, capture
 
         policy, config = model.kvpop, model.config
@@ -162,7 +162,7 @@ class GraphRunner:
                 dtype=weight.dtype,
                 device=weight.device,
                 memory=scorer.init_state(1, weight.device),
-                waiting=scorer.stateful and scorer.delay < policy.budget.window,
+                waiting=keeps_waiting(scorer, policy.budget),
             )
             self.decoder = FusedDecoder(model, self.state, policy)
             # No slot is in use yet, and `put` writes all of one.

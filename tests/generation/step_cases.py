@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from kvpop_lightning.cache import BoundedCache
-from kvpop_lightning.cache.step_state import StepState
+from kvpop_lightning.cache.step_state import StepState, keeps_waiting
 from kvpop_lightning.policy import Budget
 from kvpop_lightning.policy.retention import RetentionPolicy
 
@@ -48,7 +48,7 @@ def compare_steps(
     memory = policy.layer_scorer(0).init_state(1, device)
     state = StepState.empty(
         policy.budget, layers=layers, rows=rows, heads=heads, head_dim=dim, dtype=dtype, device=device,
-        memory=memory, waiting=bool(memory) and policy.layer_scorer(0).delay < policy.budget.window,
+        memory=memory, waiting=keeps_waiting(policy.layer_scorer(0), policy.budget),
     )  # fmt: skip
     if state.waiting.numel() and dtype == torch.float64:
         state.waiting = state.waiting.double()
@@ -67,23 +67,36 @@ def compare_steps(
             x = (x * 0.7).round().clamp(-1, 1)  # few values: equal keys, equal scores
         return x.to(device, dtype)
 
+    def draw_hidden(tokens: int) -> torch.Tensor | None:
+        """[L, 1, tokens, Hid]"""
+        if not policy.needs_hidden:
+            return None
+        x = torch.randn(layers, 1, tokens, policy.layer_scorer(0).hidden_size, generator=generator)
+        return x.to(device, dtype)
+
+    def at_layer(hidden: torch.Tensor | None, layer: int) -> torch.Tensor | None:
+        return None if hidden is None else hidden[layer]
+
     caches = []
     for row in range(rows):
         cache, length = BoundedCache(model), prompt + 7 * row
         if length:
             q, k, v = draw(heads * group, length), draw(heads, length), draw(heads, length)
+            x = draw_hidden(length)
             cache.begin(1, length)
             for layer in range(layers):
                 cache.update(k[layer], v[layer], layer)
-                cache.attend(layer, q[layer], k[layer], v[layer], None, scale)
+                cache.attend(layer, q[layer], k[layer], v[layer], at_layer(x, layer), scale)
             state.take_over(row, cache)
         caches.append(cache)
     one = torch.ones(rows, dim, device=device, dtype=dtype)
     worst, wrong = 0.0, 0
     for step in range(steps):
         tokens = [(draw(heads * group, 1), draw(heads, 1), draw(heads, 1)) for _ in range(rows)]
+        hidden = [draw_hidden(1) for _ in range(rows)]
         if ties and step % 3 == 0 and rows > 1:
             tokens[1] = tokens[0]
+            hidden[1] = hidden[0]
         for cache in caches:
             cache.begin(1, 1)
         kernels.before_layers()
@@ -91,11 +104,15 @@ def compare_steps(
             qkv = torch.stack(
                 [torch.cat([x[layer, 0].reshape(-1) for x in (q, k, v)]) for q, k, v in tokens]
             ).contiguous()
+            if kernels.hidden_weight is not None:
+                x = torch.stack([one[layer, 0, 0] for one in hidden if one is not None])
+                kernels.share[layer] = x.to(kernels.share.dtype) @ kernels.hidden_weight[layer].T
             out = torch.full((rows, heads * group * dim), torch.nan, device=device, dtype=dtype)
             kernels.attend(layer, qkv, one, one * 0, out, None, None)
             for row, (q, k, v) in enumerate(tokens):
                 caches[row].update(k[layer], v[layer], layer)
-                plain = caches[row].attend(layer, q[layer], k[layer], v[layer], None, scale).reshape(-1)
+                x = at_layer(hidden[row], layer)
+                plain = caches[row].attend(layer, q[layer], k[layer], v[layer], x, scale).reshape(-1)
                 worst = max(
                     worst, float((plain - out[row]).abs().max()) if not out[row].isnan().any() else 9e9
                 )

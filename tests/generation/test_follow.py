@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpop_lightning import BoundedCache, retrofit
-from kvpop_lightning.cache.step_state import StepState
+from kvpop_lightning.cache.step_state import StepState, keeps_waiting
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.generation import Engine, Sampling
 from kvpop_lightning.generation.runners import PlainRunner, full_bytes, make_runner, read_text
@@ -68,6 +68,7 @@ def test_a_cancelled_text_is_kept_up_to_where_it_was(model) -> None:
     [
         ({"scorer": "mlp"}, None),
         ({"scorer": "linear"}, None),
+        ({"scorer": "mlp", "inputs": "kv_hidden"}, None),
         ({"policy": "random"}, None),
         ({"policy": "streaming_llm"}, None),
         ({"scorer": "mlstm", "memory_dim": 4, "value_dim": 6}, 8),
@@ -83,7 +84,7 @@ def test_a_row_handed_back_is_the_cache_that_was_taken_over(
     scorer = model.kvpop.layer_scorer(0)
     state = StepState.empty(
         model.kvpop.budget, layers=2, rows=3, heads=2, head_dim=16, dtype=torch.float32, device="cpu",
-        memory=scorer.init_state(1, "cpu"), waiting=scorer.stateful and scorer.delay < 8,
+        memory=scorer.init_state(1, "cpu"), waiting=keeps_waiting(scorer, model.kvpop.budget),
     )  # fmt: skip
     cache, tokens = BoundedCache(model, record=False), list(range(5, 5 + length))
     with torch.no_grad():

@@ -107,7 +107,7 @@ def options_of(config: Config, contestant: str) -> dict[str, Any]:
     if contestant in KEEPS_ALL:
         return {}
     chosen = with_policy(config, contestant)
-    # The step kernels serve scorers of keys and values.
+    # Scorers of keys and values, as in docs/decode_bench.json; hidden states cost a product more a layer.
     scorer = replace(chosen.policy.scorer, inputs="kv")
     options = retrofit_options(replace(chosen, policy=replace(chosen.policy, scorer=scorer)))
     del options["policy"]

@@ -8,7 +8,7 @@ import torch
 
 from kvpop_lightning.cache import BoundedCache
 from kvpop_lightning.cache.paged import PagedLayer
-from kvpop_lightning.cache.step_state import StepState
+from kvpop_lightning.cache.step_state import StepState, keeps_waiting
 from kvpop_lightning.models.compat import cache_keyword
 from kvpop_lightning.policy import Budget
 
@@ -33,7 +33,7 @@ def filled_state(model: Any, budget: Budget, rows: int, seen: int, policy: Any) 
     state = StepState.empty(
         budget, rows=rows, **shapes,
         memory=None if scorer is None else scorer.init_state(1, shapes["device"]),
-        waiting=scorer is not None and scorer.stateful and scorer.delay < budget.window,
+        waiting=scorer is not None and keeps_waiting(scorer, budget),
     )  # fmt: skip
     for layer in range(shapes["layers"]):
         state.keys[layer].normal_()
