@@ -161,6 +161,8 @@ def _set_up_process() -> None:
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns at every fork of a loader's worker
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():  # the libraries' bars fill a log with one line of thousands of steps
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _say_that_it_begins(name: str) -> None:
