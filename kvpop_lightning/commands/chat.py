@@ -48,6 +48,8 @@ def _talk(chat: Conversation) -> int:
         try:
             message = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
+            if sys.stdin.isatty():
+                print()  # the shell's prompt begins a line of its own
             return 0
         except KeyboardInterrupt:  # at the prompt there is no answer to stop
             say("\n/quit ends")
