@@ -17,6 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from kvpop_lightning.attention.lists import last_sight
 from kvpop_lightning.attention.segments import PADDING
 
+_Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 BLOCK = 128
 LARGEST_UNFUSED = 2**28
 """Scores that the unfused form may hold at once, on the CPU."""
@@ -100,26 +102,31 @@ def eviction_block_mask(eviction_time: Tensor, document_ids: Tensor | None, quer
         clean = F.pad(real, (0, short), value=True).view(B, 1, blocks, 1, BLOCK).all(-1)
         full = full & clean
     some, full = (kind.repeat_interleave(group, dim=1) for kind in (some, full))
-    part_count, part_index = listed_blocks(some & ~full)
-    full_count, full_index = listed_blocks(full)
+    return block_mask_of(some, full, _sees(end, real, group), T)
+
+
+def block_mask_of(some: Tensor, full: Tensor, sees: _Sees, length: int) -> BlockMask:
+    """A block mask from what is known of each pair of blocks, bool [B, H, blocks, blocks].
+
+    Args:
+        some: something may be seen there.
+        full: everything is; a part of `some`.
+        sees: the mask itself.
+        length: T of the [B, H, T, T] that is masked.
+    """
+    part, whole = _listed(some & ~full), _listed(full)
     return BlockMask.from_kv_blocks(
-        part_count,
-        part_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_sees(end, real, group),
-        seq_lengths=(T, T),
+        *part, *whole, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
     )
 
 
-def listed_blocks(kind: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of one kind, bool [B, H, blocks, blocks], as counts and indices per head, int32."""
+def _listed(kind: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of one kind as counts and indices per head, int32."""
     index = kind.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return kind.sum(-1, dtype=torch.int32), index.to(torch.int32)
 
 
-def _sees(end: Tensor, real: Tensor | None, group: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _sees(end: Tensor, real: Tensor | None, group: int) -> _Sees:
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (i < end[b, h // group, j])
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from kvpop_lightning.attention.flex import BLOCK, listed_blocks, refuse_unfused
+from kvpop_lightning.attention.flex import BLOCK, block_mask_of, refuse_unfused
 from kvpop_lightning.policy.documents import DocumentLayout
 
 _VALUE_DIM = 16
@@ -77,17 +77,7 @@ def range_block_mask(low: Tensor, high: Tensor, real: Tensor) -> BlockMask:
     some = (first[:, :, None] < stop) & (last[:, :, None] > start)
     full = (clear[:, :, None] <= start) & (clear_end[:, :, None] >= stop) & whole[:, None, :]
     full = full & some
-    part_count, part_index = listed_blocks((some & ~full)[:, None])
-    full_count, full_index = listed_blocks(full[:, None])
-    return BlockMask.from_kv_blocks(
-        part_count,
-        part_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_between(low, high, real),
-        seq_lengths=(T, T),
-    )
+    return block_mask_of(some[:, None], full[:, None], _between(low, high, real), T)
 
 
 def _between(low: Tensor, high: Tensor, real: Tensor) -> Mod:
