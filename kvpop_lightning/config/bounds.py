@@ -15,8 +15,8 @@ class Bounds:
 
     def text(self) -> str:
         if self.high == math.inf:
-            return f"{'greater than' if self.low_open else 'at least'} {self.low:g}"
-        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}]"
+            return f"{'greater than' if self.low_open else 'at least'} {self.low:.12g}"
+        return f"in {'(' if self.low_open else '['}{self.low:.12g}, {self.high:.12g}]"
 
     def holds(self, value: float) -> bool:
         above = value > self.low if self.low_open else value >= self.low
@@ -29,7 +29,7 @@ _NATURAL = Bounds(0)
 _SHARE = Bounds(0, 1, low_open=True)
 
 BOUNDS: dict[str, Bounds] = {
-    "data.row_length": Bounds(2, hint="a row needs a token and its successor"),
+    "data.row_length": Bounds(2, 2**24, hint="a row needs a token and its successor"),
     "data.train_rows": _COUNT,
     "data.eval_rows": _COUNT,
     "data.min_document_tokens": _COUNT,
@@ -39,7 +39,7 @@ BOUNDS: dict[str, Bounds] = {
     "data.eval_share": Bounds(0, 1, hint="0 = no evaluation rows from the file"),
     "data.max_tokens": _COUNT,
     "data.ngram": Bounds(2, hint="words in a row"),
-    "data.processes": _COUNT,
+    "data.processes": Bounds(1, 1024, hint="each loads the tokenizer"),
     "data.window": _COUNT,
     "policy.budget.sink": Bounds(0, hint="0 = no sinks"),
     "policy.budget.window": Bounds(1, hint="a query must at least see itself"),

@@ -153,7 +153,15 @@ def _target(config: Config) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.source in ("jsonl", "parquet") and not data.path:
-        yield f"data.path=null: data.source={data.source} needs a file or glob in data.path"
+        yield (
+            f"data.path=null: data.source={data.source} needs a file or glob in data.path; "
+            "data=teacher_traces takes the file that kvpop data traces wrote"
+        )
+    if data.source == "procedural" and data.path:
+        yield (
+            f"data.path={data.path}: data.source=procedural makes its own problems and reads no file: say "
+            "data=jsonl, data=parquet or data=hub"
+        )
     if data.train_rows is None and (data.source == "procedural" or data.streaming):
         what = "problems of data.source=procedural" if data.source == "procedural" else "streamed rows"
         yield f"data.train_rows=null: {what} never end: give a number"

@@ -35,7 +35,7 @@ def messages_of(record: Any) -> list[Message]:
         BadRowError: a field is missing, empty or of the wrong type.
     """
     if not isinstance(record, dict):
-        raise BadRowError("not_an_object", f"the row is a {type(record).__name__}, not an object")
+        raise BadRowError("not_an_object", f"the row is of type {type(record).__name__}, not an object")
     messages = record.get("messages")
     if messages is None and record.get("conversations") is not None:
         messages = _sharegpt(record["conversations"])
@@ -51,7 +51,7 @@ def messages_of(record: Any) -> list[Message]:
             fields.append(_text(record[name], name))
         return [{"role": "user", "content": fields[0]}, {"role": "assistant", "content": fields[1]}]
     if not isinstance(messages, list):
-        raise BadRowError("wrong_type", f"`messages` is a {type(messages).__name__}, not a list")
+        raise BadRowError("wrong_type", f"`messages` is of type {type(messages).__name__}, not a list")
     if not messages:
         raise BadRowError("empty_messages", "`messages` is empty")
     result = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -80,7 +80,7 @@ def has_answer(record: Any) -> bool:
 
 def _sharegpt(turns: Any) -> Any:
     if not isinstance(turns, list):
-        raise BadRowError("wrong_type", f"`conversations` is a {type(turns).__name__}, not a list")
+        raise BadRowError("wrong_type", f"`conversations` is of type {type(turns).__name__}, not a list")
     return [
         {"role": _SHAREGPT.get(str(turn.get("from")), turn.get("from")), "content": turn.get("value")}
         if isinstance(turn, dict) and "from" in turn
@@ -112,7 +112,7 @@ def _message(message: Any, name: str) -> Message:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise BadRowError("wrong_type", f"{name} is a {type(value).__name__}, not a string")
+        raise BadRowError("wrong_type", f"{name} is of type {type(value).__name__}, not a string")
     if not value.strip():
         raise BadRowError("empty_text", f"{name} is empty")
     try:

@@ -126,8 +126,13 @@ class HubSource:
         known = [str(split) for split in (self._build().config.data_files or {})]
         missing = [split for split in self.config.splits if split not in known]
         if missing or not known:
+            local = (
+                "; a folder says in its README.md which files a split has (configs: data_files:), or read "
+                f"them with data=jsonl data.path='{self.path}/**/*.jsonl'"
+            )
             raise UserError(
                 f"data.splits: {self.path} has no split {', '.join(missing)}; it has {', '.join(known)}"
+                f"{local if self._local else ''}"
             )
         return list(self.config.splits) or known
 

@@ -183,17 +183,24 @@ def _lost(taken: Sequence[Sequence[Piece]], left: Sequence[Sequence[Piece]]) -> 
     return len({piece.hash for row in left for piece in row} - kept)
 
 
+_HINTS = {
+    "shorter_than_a_row": (
+        "lower data.row_length, set data.eval_single_document=false or give longer documents"
+    ),
+    "too_long_dropped": (
+        "documents are longer than a row: raise data.row_length or set data.too_long=truncate"
+    ),
+    "over_max_tokens": "documents are longer than data.max_tokens: raise it",
+    "contaminated": "they overlap with data.suites or data.eval_path; data.decontaminate=report keeps them",
+}
+
+
 def _no_rows(config: DataConfig, split: str, counts: Counter[str]) -> str:
     # `kept`: what was tokenised at all, some of which is counted again under what became of it.
     told = ", ".join(f"{name} {count}" for name, count in sorted((+counts).items()) if name != "kept")
-    if counts["shorter_than_a_row"]:
-        hint = "lower data.row_length, set data.eval_single_document=false or give longer documents"
-    elif counts["contaminated"]:
-        hint = "they overlap with data.suites or data.eval_path; data.decontaminate=report keeps them"
-    elif counts["too_long_dropped"]:
-        hint = "every document is longer than a row: raise data.row_length or set data.too_long=truncate"
-    elif counts["over_max_tokens"]:
-        hint = "every document is longer than data.max_tokens: raise it"
+    cause = max(_HINTS, key=lambda name: counts[name])  # the reason that took most, not any that took one
+    if counts[cause]:
+        hint = _HINTS[cause]
     elif split == "eval" and config.eval_path is None:
         hint = "none is set aside for evaluation: raise data.eval_share or give data.eval_path"
     elif counts["other_split"]:

@@ -39,7 +39,8 @@ def find_files(pattern: str | None, key: str) -> list[Path]:
         raise UserError(f"{key} is not set; give a file or a glob")
     files = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
     if not files:
-        raise UserError(f"{key}: no file matches {pattern!r}")
+        several = "; it takes one path or glob, not a list" if pattern.startswith("[") else ""
+        raise UserError(f"{key}: no file matches {pattern!r}{several}")
     for file in files:
         if not file.is_file():
             raise UserError(f"{key}: {file} is not a file; give a glob such as {file}/*.jsonl")

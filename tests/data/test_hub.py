@@ -159,7 +159,9 @@ def test_splits_other_shares_and_what_the_fingerprint_sees(nemotron, tokenizer):
     with (folder / "data" / "medium.jsonl").open("a") as stream:
         stream.write(json.dumps(row(1)) + "\n")
     assert fingerprint(describe(config, tokenizer)) != name
-    with pytest.raises(UserError, match=r"has no split high_part09; it has high_part00, medium"):
+    with pytest.raises(
+        UserError, match=r"has no split high_part09; it has high_part00, medium; .*README\.md.*data=jsonl"
+    ):
         prepare(replace(config, splits=["high_part09"]), tokenizer, progress=False)
 
 

@@ -288,3 +288,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path):
         rows_module.write_whole(file, full)
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
     assert json.loads(file.read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("counts", "hint"),
+    [
+        ({"too_long_dropped": 69, "contaminated": 3, "rows": 120}, "raise data.row_length"),
+        ({"too_long_dropped": 2, "contaminated": 30}, "data.decontaminate=report"),
+        ({"over_max_tokens": 5}, "data.max_tokens: raise it"),
+        ({"rows": 4}, "no document of the source can be used"),
+    ],
+)
+def test_the_cause_named_is_the_one_that_took_most(config, counts, hint):
+    assert hint in prepare_module._no_rows(config, "train", Counter(counts))

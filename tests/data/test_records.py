@@ -48,11 +48,11 @@ def test_jsonl_both_layouts_and_non_ascii(tmp_path):
         ({"problem": "x"}, "missing_field", "missing field 'solution'"),
         ({"question": "x", "y": 1}, "missing_field", "missing field 'problem'.*this one has question, y"),
         ({"messages": []}, "empty_messages", "`messages` is empty"),
-        ({"messages": "hello"}, "wrong_type", "`messages` is a str"),
+        ({"messages": "hello"}, "wrong_type", "`messages` is of type str"),
         ({"messages": [{"role": "user"}]}, "missing_field", r"messages\[0\] needs"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "unknown_role", "role 'robot'"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no_assistant", "no message of the assistant"),
-        ({"problem": 3, "solution": "x"}, "wrong_type", "problem is a int"),
+        ({"problem": 3, "solution": "x"}, "wrong_type", "problem is of type int"),
         ({"problem": "x", "solution": "  "}, "empty_text", "solution is empty"),
         ({"problem": "x\ud800", "solution": "y"}, "not_unicode", "surrogate"),
         ([1, 2], "not_an_object", "list"),
@@ -128,6 +128,8 @@ def test_unreadable_files(tmp_path):
         find_files(None, "data.path")
     with pytest.raises(UserError, match=r"data\.path: no file matches '.*absent"):
         find_files(str(tmp_path / "absent*.jsonl"), "data.path")
+    with pytest.raises(UserError, match=r"takes one path or glob, not a list"):
+        find_files("[a.jsonl,b.jsonl]", "data.path")
     with pytest.raises(UserError, match=r"empty\.jsonl is empty"):
         find_files(str(tmp_path / "empty.jsonl"), "data.path")
     with pytest.raises(UserError, match="is not a file"):
