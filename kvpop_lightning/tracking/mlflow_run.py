@@ -4,18 +4,18 @@ state."""
 from __future__ import annotations
 
 import re
-import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from kvpop_lightning.config.compose import to_yaml
 from kvpop_lightning.config.schema import Config
-from kvpop_lightning.errors import Terminated
+from kvpop_lightning.signals import sigterm_interrupts
 from kvpop_lightning.tracking import local
 from kvpop_lightning.tracking.environment import write_atomically, write_run_folder
 from kvpop_lightning.tracking.naming import flat_params, metric_name, public_uri
@@ -91,7 +91,7 @@ class TrackedRun:
         self._lock = threading.RLock()
         self._local_system: local.LocalMetrics | None = None
         self._sampler: SystemSampler | None = None
-        self._old_handler: Any = None
+        self._signals = ExitStack()
         self._closing = False
         if _is_rank_zero() and config.tracking.enabled:
             uri = tracking_uri(config.tracking.uri)
@@ -100,7 +100,8 @@ class TrackedRun:
             self._store = shared if shared and shared.uri == uri else fresh
 
     def __enter__(self) -> TrackedRun:
-        self._watch_sigterm()
+        if self.parent is None:  # only the outermost run ends itself at SIGTERM
+            self._signals.enter_context(sigterm_interrupts(lambda: self._closing))
         try:
             if _is_rank_zero():
                 # A child in its parent's folder must not replace what the parent wrote about the command.
@@ -285,7 +286,7 @@ class TrackedRun:
             for file in (self._local, self._local_system):
                 if file is not None:
                     file.close()
-            self._unwatch_sigterm()
+            self._signals.close()
 
     def _tell_the_end(self, store: Store, status: str) -> None:
         told = self.flush(final=True) and not self._cut
@@ -298,18 +299,3 @@ class TrackedRun:
         elif unsent := self._unsent | (set() if told else {self.folder}):
             wait_s = 0.0 if status == "KILLED" else self.config.tracking.final_wait_s
             send_at_the_end(store, sorted(unsent), wait_s)
-
-    def _watch_sigterm(self) -> None:
-        """Turns SIGTERM into an exception, so that the run can be ended; only the outermost run does, in
-        the main thread."""
-        if self.parent is None and threading.current_thread() is threading.main_thread():
-            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if not self._closing:
-            raise Terminated(f"signal {number}")
-
-    def _unwatch_sigterm(self) -> None:
-        if self._old_handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._old_handler)
-            self._old_handler = None
