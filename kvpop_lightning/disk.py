@@ -1,4 +1,4 @@
-"""Whether a full disk is behind an error, however the library at hand wraps the system's word for it."""
+"""Why a file could not be written: above all a full disk, however the library wraps the system's word."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ _TORCH_TEXTS = ("file write failed", "unexpected pos")
 def is_disk_full(error: BaseException | None) -> bool:
     """True when `error`, or what it came from, is a write for which the disk had no room (or no quota)."""
     return any(_says_full(cause) for cause in causes(error))
+
+
+def unwritable(error: BaseException) -> str | None:
+    """Why a file could not be written, in a few words; None when the disk is not to blame."""
+    if is_disk_full(error):
+        return "no space left on device"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
+        return str(error.strerror).lower()
+    return None
 
 
 def path_without_room(error: BaseException | None) -> str:

@@ -4,7 +4,6 @@ memory map.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvpop_lightning.disk import is_disk_full
+from kvpop_lightning.disk import unwritable
 from kvpop_lightning.errors import UserError
 
 Features = dict[str, Tensor]
@@ -90,10 +89,7 @@ class FeatureStore:
             os.replace(temporary, path)
         except Exception as error:  # safetensors wraps the system's error in its own type
             temporary.unlink(missing_ok=True)
-            code = getattr(error, "errno", None)
-            no_space = is_disk_full(error)
-            if no_space or code in (errno.EACCES, errno.EROFS, errno.ENOTDIR):
-                reason = "no space left" if no_space else os.strerror(code or 0)
+            if (reason := unwritable(error)) is not None:
                 raise UserError(
                     f"cannot write features to {self.folder}: {reason}; free space or set "
                     "trainer.feature_cache_dir to another disk"

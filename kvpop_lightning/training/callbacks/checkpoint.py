@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-from kvpop_lightning.disk import is_disk_full
+from kvpop_lightning.disk import unwritable
 from kvpop_lightning.errors import UserError
 
 
@@ -67,12 +66,3 @@ class TrainingCheckpoint(pl.Callback):
                     "another disk"
                 ) from error
             raise
-
-
-def unwritable(error: BaseException) -> str | None:
-    """Why a file could not be written, None when the disk is not to blame; torch hides the system's error."""
-    if is_disk_full(error):
-        return "no space left on device"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return str(error.strerror).lower()
-    return None
