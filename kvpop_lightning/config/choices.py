@@ -20,7 +20,9 @@ SCORER_OF_TRAINED_POLICY = {
 }
 TRAINS_BASE_ONLY = ("streaming_llm_plus",)
 """Policies whose training is that of the base model under their pattern."""
-GATED = ("dms", "dmc", "retention_gate")
+RAGGED = ("dms", "dmc")
+"""Policies that shrink the cache by a factor, by gates that may be borrowed channels; heads differ."""
+GATED = (*RAGGED, "retention_gate")
 """Policies that learn a gate through a soft mask on the attention."""
 RULES = (
     "full",

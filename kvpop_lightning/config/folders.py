@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpop_lightning.config.schema import Config
+from kvpop_lightning.config.schema import Config, ModelConfig
 from kvpop_lightning.errors import ConfigError
 
 
@@ -25,11 +25,17 @@ def check_folders(config: Config) -> None:
         for key, folder in written.items()
         if (file := _file_in_the_way(Path(folder))) is not None
     ]
-    model = config.model
-    if model.source == "path" and model.path and not Path(model.path).is_dir():
-        problems.append(f"model.path={model.path} is not a folder: give the folder of a saved checkpoint")
+    if problem := no_model_folder(config.model):
+        problems.append(problem)
     if problems:
         raise ConfigError(problems)
+
+
+def no_model_folder(model: ModelConfig) -> str | None:
+    """What is wrong where `model.path` should be a checkpoint's folder and is none."""
+    if model.source == "path" and model.path and not Path(model.path).is_dir():
+        return f"model.path={model.path} is not a folder: give the folder of a saved checkpoint"
+    return None
 
 
 def _file_in_the_way(folder: Path) -> Path | None:

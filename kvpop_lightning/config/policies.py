@@ -8,6 +8,7 @@ from typing import Any
 from kvpop_lightning.config.choices import (
     GATED,
     POLICIES,
+    RAGGED,
     SCORER_OF_TRAINED_POLICY,
     TRAINS_BASE_ONLY,
     did_you_mean,
@@ -73,7 +74,7 @@ def retrofit_options(config: Config) -> dict[str, Any]:
     """What `retrofit` takes beside the model and the budget."""
     policy, scorer = config.policy, config.policy.scorer
     gate: dict[str, Any] = {"gate_width": policy.gate.width} if policy.name in GATED else {}
-    if policy.name in ("dms", "dmc"):
+    if policy.name in RAGGED:
         gate["gate_source"] = policy.gate.source
     return gate | {
         "policy": policy.name,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvpop_lightning.config.folders import no_model_folder
 from kvpop_lightning.config.schema import ModelConfig
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.models.backends import Backends, check_backends, set_backends
@@ -44,10 +45,8 @@ def load_model(config: ModelConfig, *, train_base: bool = False) -> tuple[Any, A
     elif config.source in ("hub", "path"):
         if not config.path:
             raise UserError(f"model.source={config.source} needs model.path: a {_WHAT[config.source]}")
-        if config.source == "path" and not Path(config.path).is_dir():
-            raise UserError(
-                f"model.path {config.path} is not a folder: give the folder of a saved checkpoint"
-            )
+        if problem := no_model_folder(config):
+            raise UserError(problem)
         model, tokenizer = _from_folder(
             config.path, dtype, config.revision if config.source == "hub" else None
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from kvpop_lightning.config.choices import RAGGED
 from kvpop_lightning.config.policies import retrofit_options
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
@@ -262,13 +263,12 @@ class _Job:
 def live_module(config: Config, model: Any) -> TrainingModule:
     """The training module of a policy whose model runs in every step."""
     kind = model.kvpop.layer_scorer(0).kind
-    if kind in ("dms", "dmc"):
-        return DMSModule(
-            model, config.distill, config.trainer, reduction=reduction_of(config), seed=config.seed
-        )
+    given = model, config.distill, config.trainer
+    if kind in RAGGED:
+        return DMSModule(*given, reduction=reduction_of(config), seed=config.seed)
     if kind == "retention_gate":
-        return RetentionGateModule(model, config.distill, config.trainer, seed=config.seed)
-    return StudentModule(model, config.distill, config.trainer, seed=config.seed)
+        return RetentionGateModule(*given, seed=config.seed)
+    return StudentModule(*given, seed=config.seed)
 
 
 def kept_files(config: Config, folder: Path, checkpoint: Path) -> list[Path]:

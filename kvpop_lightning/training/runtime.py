@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import kvpop_lightning
+from kvpop_lightning.config.choices import RAGGED
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import Terminated, UserError
 from kvpop_lightning.training.callbacks import (
@@ -69,7 +70,7 @@ def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -
         "base": base_fingerprint,
         "version": kvpop_lightning.__version__,
     }
-    if config.policy.name in ("dms", "dmc") and config.distill.gate.reduction is None:
+    if config.policy.name in RAGGED and config.distill.gate.reduction is None:
         described["reference_length"] = config.eval.reference_length  # F follows from it and the budget
     return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
