@@ -62,8 +62,8 @@ class LayerObservation:
         """
         if self.own_attention:
             raise ValueError(
-                "no normaliser: this policy chooses or moves keys per query, its attention is not given by "
-                "eviction times (quest, streaming_llm_rotated); observe the dense forward instead"
+                "no normaliser: this policy chooses, moves or merges keys, its attention is not given by "
+                "eviction times (quest, streaming_llm_rotated, dmc); observe the dense forward instead"
             )
         if self.known_lse is not None:
             return self.known_lse
