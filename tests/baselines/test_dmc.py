@@ -4,24 +4,34 @@ form.
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
+from ragged_cases import (
+    BUDGET,
+    IDS,
+    LENGTH,
+    cache_is_parallel,
+    decode,
+    packed_as_alone,
+    parallel,
+    rows_move,
+    saved_is_the_same,
+    texts,
+)
 from rule_loops import softmax
-from test_dms import BUDGET, IDS, LENGTH, TIGHT, decode, parallel, texts
 from torch import Tensor
 
 from kvpop_lightning import BoundedCache, retrofit
 from kvpop_lightning.attention import soft_attention, sparse_attention
 from kvpop_lightning.baselines import available, dms, get, retention_map
 from kvpop_lightning.cache.paged import PAGE
-from kvpop_lightning.models import dense, load, observe, tiny_model
+from kvpop_lightning.models import dense, observe, tiny_model
 from kvpop_lightning.policy import NEVER, document_layout
 from kvpop_lightning.policy.borrow import lend_channel
 from kvpop_lightning.policy.merge import merged_rows, recurrence
-from kvpop_lightning.policy.ragged import closing_times, keys_held
+from kvpop_lightning.policy.ragged import closing_times
 from kvpop_lightning.policy.scorers import build_scorer
 
 DIM = 6
@@ -245,21 +255,7 @@ def test_cache_is_the_parallel_form(family: str, group: int, source: str) -> Non
     assert (full - logits)[real].abs().max() > 1e-3, "merging must matter"
     share = torch.stack([(t != NEVER).float().mean() for t in times]).mean()
     assert 0.1 < float(share) < 0.9
-    for size in (1, 4, 90):
-        cache = BoundedCache(model, chunk=16)
-        got = decode(cache, model, ids, mask, size)
-        torch.testing.assert_close(got[real], logits[real], atol=TIGHT, rtol=0)
-        per_head = cache.keys_per_head()
-        for layer, expected in enumerate(times):
-            found = cache.eviction_times(layer)
-            for row in range(4):
-                token = real[row].long().cumsum(0) - 1
-                here = expected[row][:, real[row]]
-                here = torch.where(here == NEVER, NEVER, token[here.clamp(max=89)])
-                count = int(real[row].sum())
-                assert torch.equal(found[row, :, :count], here)
-                assert torch.equal(per_head[layer, row], keys_held(here, count))
-        assert per_head.unique().numel() > 3, "the heads' caches differ in length"
+    cache_is_parallel(model, ids, real, mask, logits, times)
 
 
 def test_bytes_are_those_allocated() -> None:
@@ -284,28 +280,11 @@ def test_bytes_are_those_allocated() -> None:
 
 def test_rows_move_and_packed_documents_are_as_alone(tmp_path) -> None:
     model = make()
-    ids, _ = texts()
-    half = BoundedCache(model)
-    decode(half, model, ids[:2, :60], None, 8)
-    expected = decode(copy.deepcopy(half), model, ids[:2, 60:], None, 5)
-    half.reorder_cache(torch.tensor([1, 0]))
-    swapped = decode(half, model, ids[:2, 60:].flip(0), None, 6)
-    torch.testing.assert_close(swapped.flip(0), expected, atol=TIGHT, rtol=0)
-    lengths = (40, 1, 49)
-    packed, _ = parallel(model, ids[:1], position_ids=torch.cat([torch.arange(n) for n in lengths])[None])
-    start = 0
-    for length in lengths:
-        alone = decode(BoundedCache(model), model, ids[:1, start : start + length], None, 11)
-        torch.testing.assert_close(packed[:, start : start + length], alone, atol=TIGHT, rtol=0)
-        start += length
+    rows_move(model)
+    packed_as_alone(model)
     for source in ("hidden", "channel"):
         model = make(dtype=torch.float32, source=source)
-        model.save_pretrained(tmp_path / source)
-        base = tiny_model("llama", kv_heads=2, group=3, seed=3) if source == "hidden" else None
-        loaded = load(tmp_path / source, base=base)
-        assert torch.equal(parallel(loaded, ids)[0], parallel(model, ids)[0])
-        out = model.generate(ids[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False)
-        assert torch.equal(out, loaded.generate(ids[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False))
+        saved_is_the_same(model, tmp_path / source, with_base=source == "channel")
 
 
 def test_registry_map_and_a_fresh_gate() -> None:
