@@ -1,8 +1,9 @@
 """The step kernels on a GPU: correctness, tiles and launches (`kvpop bench decode` compares policies).
 
-`PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense]`; weights are random, of the
-shapes of Qwen3-4B. The generated length is set by the rows' position counters: slots full, as after that many
-tokens; nothing in a step depends on the length otherwise, and `steps` real steps run from there.
+`PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense] [generate]`; weights are
+random, of the shapes of Qwen3-4B. The generated length is set by the rows' position counters: slots full, as
+after that many tokens; nothing in a step depends on the length otherwise, and `steps` real steps run from
+there. Only `generate` really writes every token, through the engine, for minutes; it runs when it is named.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from kvpop_lightning import BoundedCache, retrofit
 from kvpop_lightning.cache.step_state import StepState
 from kvpop_lightning.cache.triton_step import Launch
+from kvpop_lightning.generation import Engine, Sampling
 from kvpop_lightning.generation.bench.models import qwen3_4b
 from kvpop_lightning.generation.bench.states import filled_state, move_to
 from kvpop_lightning.generation.bench.timing import replay_times
@@ -169,6 +171,34 @@ def measure(
     return results
 
 
+def generate(model: Any, keep: Any, tokens: int = 131072, block: int = 8192) -> dict[str, Any]:
+    """One text from its first token to `tokens`, through the engine: ms a token and peak memory by block.
+
+    Sampling and the engine's own work count. `keep` is called with what was found after each block.
+    """
+    engine = Engine(model, slots=1)
+    settings = Sampling(max_new_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True)
+    found: dict[str, Any] = {"policy": model.kvpop.name, "blocks": []}
+    torch.cuda.reset_peak_memory_stats()
+    started = last = time.perf_counter()
+    for number, piece in enumerate(engine.stream([3, 4, 5], settings), start=1):
+        if number % block and not piece.completion.finish:
+            continue
+        now = time.perf_counter()
+        found["blocks"].append(
+            {
+                "tokens": number,
+                "ms_a_token": round(1000 * (now - last) / ((number - 1) % block + 1), 4),
+                "peak_bytes": torch.cuda.max_memory_allocated(),
+                "allocated_bytes": torch.cuda.memory_allocated(),
+            }
+        )
+        found["seconds"] = round(now - started, 1)
+        keep(found)
+        last = time.perf_counter()
+    return found
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     wanted = set(sys.argv[2:]) or {"check", "tune", "time", "dense"}
@@ -240,6 +270,14 @@ def main() -> None:
         section(
             "streaming_llm b1", lambda: measure(model, model.kvpop, BUDGET, 1, LENGTHS, variant(**best[1]))
         )
+    if "generate" in wanted:
+
+        def keep(found: dict[str, Any]) -> None:
+            report["generate"] = found
+            out.write_text(json.dumps(report, indent=1))
+
+        retrofit(model, BUDGET, scorer="mlp")
+        section("generate", lambda: generate(model, keep))
     if "dense" in wanted:
         for length in LENGTHS:
             full = Budget(0, length + 512, 1)

@@ -20,6 +20,7 @@ DETAILS = """decode: for every contestant, batch and length the median and 95th 
 KEYS = (
     "bench.shapes",
     "bench.contestants",
+    "bench.inputs",
     "bench.budget",
     "bench.lengths",
     "bench.batches",

@@ -76,6 +76,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eval.policies": POLICIES,
     "tracking.checkpoints": ("none", "policy", "all"),
     "generate.backend": ("auto", "graph", "plain"),
+    "bench.inputs": ("kv", "kv_hidden"),
     "bench.shapes": ("auto", "tiny", "qwen3-4b", "configured"),
     "bench.contestants": (*(name for name in POLICIES if name != "oracle"), "library", "static"),
     "train_policies": TRAINED_POLICIES,

@@ -59,6 +59,8 @@ class BenchConfig:
     )
     """What is measured: policies; `full`, the full cache through the fastest path there is; `library`, the
     library's own growing cache; `static`, its static cache under torch.compile."""
+    inputs: str = "kv"
+    """What the scorers measured read: `kv` (key and value) or `kv_hidden` (the hidden state too)."""
     budget: int | None = None
     """Keys per KV head; None = 4096 on a GPU, 64 elsewhere."""
     lengths: list[int] = field(default_factory=list)

@@ -28,7 +28,11 @@ sys.path.insert(0, str(ROOT / "tests" / "invariant"))
 from invariant_checks import Run, check_free_running, strengthen  # noqa: E402
 
 BUDGET = Budget(4, 32, 92)
-SCORERS: dict[str, dict[str, int]] = {"mlp": {}, "mlstm": {"memory_dim": 8, "value_dim": 16}}
+SCORERS: dict[str, dict[str, Any]] = {
+    "mlp": {"scorer": "mlp", "inputs": "kv"},
+    "mlstm": {"scorer": "mlstm", "memory_dim": 8, "value_dim": 16},
+    "mlp, hidden": {"scorer": "mlp", "inputs": "kv_hidden"},
+}
 GAP = 1e-3
 """Nats between the two likeliest tokens under which rounding may swap them."""
 TOLERANCE = 5e-4
@@ -48,11 +52,16 @@ def with_scorer(model: Any, tokenizer: Any, scorer: str) -> Any:
 
     def keep(layer: Any) -> None:
         found = {}
-        for name, x, axes in (("key", layer.key, (0, 2)), ("value", layer.value, (0, 2))):
+        inputs = (
+            ("key", layer.key, (0, 2)),
+            ("value", layer.value, (0, 2)),
+            ("hidden", layer.hidden, (0, 1)),
+        )
+        for name, x, axes in inputs:
             found[f"{name}_mean"], found[f"{name}_std"] = x.mean(axes), x.std(axes)
         moments.append(found)
 
-    retrofit(model, BUDGET, scorer=scorer, decay=0.74, decay_step=32, seed=1, **SCORERS[scorer])
+    retrofit(model, BUDGET, decay=0.74, decay_step=32, seed=1, **SCORERS[scorer])
     with torch.no_grad(), dense(model), observe(model, keep):
         model(ids, use_cache=False)
     for one, found in zip(model.kvpop.scorers, moments, strict=True):

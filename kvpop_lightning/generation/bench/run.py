@@ -68,6 +68,7 @@ def decode_bench(config: Config, report: dict[str, Any] | None = None) -> dict[s
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__, "shapes": shapes, "steps": sizes.steps, "warmup": sizes.warmup,
+        "inputs": wanted.inputs,
         "budget": {"sink": budget.sink, "window": budget.window, "topk": budget.topk},
         "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "cells": [],
@@ -107,8 +108,8 @@ def options_of(config: Config, contestant: str) -> dict[str, Any]:
     if contestant in KEEPS_ALL:
         return {}
     chosen = with_policy(config, contestant)
-    # Scorers of keys and values, as in docs/decode_bench.json; hidden states cost a product more a layer.
-    scorer = replace(chosen.policy.scorer, inputs="kv")
+    # Not `policy.scorer.inputs`, whose `auto` differs between mlp and mLSTM: both are measured alike.
+    scorer = replace(chosen.policy.scorer, inputs=config.bench.inputs)
     options = retrofit_options(replace(chosen, policy=replace(chosen.policy, scorer=scorer)))
     del options["policy"]
     if contestant in GATED:
