@@ -59,28 +59,64 @@ class Sampling:
 
 
 def choose(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
-    """Next token of each row: logits [B, V]; `uniform` in [0, 1), one a row (unused by greedy rows)."""
+    """Next token of each row: logits [B, V]; `uniform` in [0, 1), one a row (unused by greedy rows).
+
+    A row is drawn by its own settings alone: by falling probability where top-k or top-p cut it off, which
+    takes a sort of the vocabulary, in the vocabulary's order otherwise.
+    """
     if all(one.temperature == 0 for one in settings):
         return logits.argmax(dim=-1).tolist()
-    work = logits.double()
+    cut = [row for row, one in enumerate(settings) if one.temperature and (one.top_k or one.top_p < 1)]
+    whole = [row for row in range(len(settings)) if row not in cut]
+    found = [0] * len(settings)
+    for rows, draw in ((cut, _draw_sorted), (whole, _draw)):
+        if rows:
+            part = logits if len(rows) == len(settings) else logits[rows]
+            chosen = draw(part, _columns([(settings[row], uniform[row]) for row in rows], logits.device))
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                found[row] = token
+    return found
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    work = work / column([one.temperature or 1.0 for one in settings])
-    probability, order = work.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+def _columns(rows: Sequence[tuple[Sampling, float]], device: torch.device) -> tuple[Tensor, ...]:
+    """float64 [B, 1] each: temperature, top_k, top_p, min_p, uniform; in one transfer to the device."""
+    values = [[one.temperature, one.top_k, one.top_p, one.min_p, number] for one, number in rows]
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, :, None].unbind(1)
+
+
+def _shares(logits: Tensor, temperature: Tensor) -> Tensor:
+    return (logits.double() / torch.where(temperature == 0, 1.0, temperature)).softmax(dim=-1)
+
+
+def _draw(logits: Tensor, columns: tuple[Tensor, ...]) -> Tensor:
+    """int64 [B], rows without top-k and top-p."""
+    temperature, _, _, min_p, uniform = columns
+    probability = _shares(logits, temperature)
+    best = logits.argmax(dim=-1, keepdim=True)
+    probability = probability.masked_fill(probability < min_p * probability.gather(-1, best), 0.0)
+    return torch.where(temperature == 0, best, _place(probability, uniform))[:, 0]
+
+
+def _draw_sorted(logits: Tensor, columns: tuple[Tensor, ...]) -> Tensor:
+    """int64 [B], any rows that are not greedy."""
+    temperature, top_k, top_p, min_p, uniform = columns
+    # The shares fall as the logits do, and half as many bytes sort in half the time.
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probability = _shares(ordered, temperature)
     rank = torch.arange(probability.shape[-1], device=logits.device)
-    top_k = column([one.top_k or probability.shape[-1] for one in settings])
-    probability = probability.masked_fill(rank >= top_k, 0.0)
+    probability = probability.masked_fill((rank >= top_k) & (top_k > 0), 0.0)
     probability = probability / probability.sum(dim=-1, keepdim=True)
     before = probability.cumsum(dim=-1) - probability
     # The likeliest token always stays; sums of rounded shares may reach 1 too early.
-    cut = (before >= column([one.top_p for one in settings])) & (rank > 0)
-    cut |= probability < column([one.min_p for one in settings]) * probability[:, :1]
-    probability = probability.masked_fill(cut, 0.0)
+    out = (before >= top_p) & (rank > 0)
+    out |= probability < min_p * probability[:, :1]
+    return order.gather(-1, _place(probability.masked_fill(out, 0.0), uniform))[:, 0]
+
+
+def _place(probability: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [B, 1]: the first place whose cumulated share exceeds `uniform`, never one with probability 0."""
     share = probability.cumsum(dim=-1)
-    place = (share <= column(list(uniform)) * share[:, -1:]).sum(dim=-1)
-    last = (probability > 0).sum(dim=-1) - 1
-    place = torch.minimum(place, last)
-    place = torch.where(column([one.temperature for one in settings])[:, 0] == 0, 0, place)
-    return order.gather(-1, place[:, None])[:, 0].tolist()
+    place = (share <= uniform * share[:, -1:]).sum(dim=-1, keepdim=True)
+    rank = torch.arange(probability.shape[-1], device=probability.device)
+    last = torch.where(probability > 0, rank, -1).amax(dim=-1, keepdim=True)
+    return torch.minimum(place, last)

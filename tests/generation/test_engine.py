@@ -152,9 +152,47 @@ def test_choice_of_tokens() -> None:
         one = Sampling(temperature=1.0, **settings)  # type: ignore[arg-type]
         return [choose(logits, [one], [u])[0] for u in (0.0, 0.39, 0.41, 0.69, 0.71, 0.89, 0.91, 0.999)]
 
-    assert drawn() == [1, 1, 2, 2, 3, 3, 0, 0]
+    assert drawn() == [0, 1, 1, 2, 2, 3, 3, 3]
+    assert drawn(top_p=0.9999) == [1, 1, 2, 2, 3, 3, 0, 0]
     assert set(drawn(top_k=2)) == {1, 2}
     assert set(drawn(top_p=0.65)) == {1, 2}
     assert set(drawn(min_p=0.45)) == {1, 2, 3}
     assert set(drawn(top_p=0.1)) == {1}
-    assert choose(logits.expand(2, 4), [Sampling(), Sampling(temperature=1.0)], [0.99, 0.99]) == [1, 0]
+    assert choose(logits.expand(2, 4), [Sampling(), Sampling(temperature=1.0)], [0.99, 0.99]) == [1, 3]
+
+
+def test_a_row_is_drawn_by_its_own_settings_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds: list[dict[str, float]] = [
+        {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 1.0, "min_p": 0.2}, {"temperature": 2.0, "top_k": 9, "top_p": 0.8, "min_p": 0.1},
+    ]  # fmt: skip
+    settings = [Sampling(**kind) for kind in kinds] * 20  # type: ignore[arg-type]
+    logits = 3 * torch.randn(len(settings), 37, generator=generator)
+    logits[::7] = logits[::7].round()  # ties
+    uniform = torch.rand(len(settings), generator=generator).tolist()
+    together = choose(logits, settings, uniform)
+    assert together == [
+        choose(row[None], [s], [u])[0] for row, s, u in zip(logits, settings, uniform, strict=True)
+    ]
+    for row, one, u, token in zip(logits.double(), settings, uniform, together, strict=True):
+        if not one.temperature:
+            assert row[token] == row.max()
+            continue
+        share = (row / one.temperature).softmax(-1)
+        order = sorted(range(len(share)), key=lambda at, s=share: (-s[at], at))
+        left = order[: one.top_k or None]
+        mass, kept = sum(share[at] for at in left), []
+        for at in left:
+            if kept and sum(share[k] for k in kept) / mass >= one.top_p:
+                break
+            kept.append(at)
+        kept = [at for at in kept if share[at] >= one.min_p * share.max()]
+        if not one.top_k and one.top_p == 1:
+            kept.sort()
+        reached = 0.0
+        for at in kept:
+            reached += float(share[at])
+            if reached > u * float(sum(share[k] for k in kept)):
+                break
+        assert token == at
