@@ -1,9 +1,10 @@
 """The step kernels on a GPU: correctness, tiles and launches (`kvpop bench decode` compares policies).
 
-`PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense] [generate]`; weights are
-random, of the shapes of Qwen3-4B. The generated length is set by the rows' position counters: slots full, as
-after that many tokens; nothing in a step depends on the length otherwise, and `steps` real steps run from
-there. Only `generate` really writes every token, through the engine, for minutes; it runs when it is named.
+`PYTHONPATH=. python benchmarks/decode.py OUT.json [check] [tune] [time] [dense] [engine] [generate]`; weights
+are random, of the shapes of Qwen3-4B. The generated length is set by the rows' position counters: slots full,
+as after that many tokens; nothing in a step depends on the length otherwise, and `steps` real steps run from
+there. `engine` and `generate` really write tokens, through the engine, sampling included, and run when they
+are named: `engine` some thousands in several ways of sampling, `generate` one text for minutes.
 """
 
 from __future__ import annotations
@@ -171,6 +172,31 @@ def measure(
     return results
 
 
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.8, min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "temperature 0.8, top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
+}
+
+
+def engine_times(model: Any, slots: int, tokens: int, warmup: int = 64) -> dict[str, float]:
+    """Milliseconds a step of the engine with all slots at work, by way of sampling."""
+    engine, found = Engine(model, slots=slots), {}
+    for name, ways in SAMPLINGS.items():
+        settings = Sampling(max_new_tokens=warmup + tokens, ignore_eos=True, **ways)  # type: ignore[arg-type]
+        for number in range(slots):
+            engine.submit([3, 4, 5 + number], settings)
+        started, steps = 0.0, 0
+        while engine.busy:
+            if steps == warmup:
+                started = time.perf_counter()
+            engine.step()
+            steps += 1
+        found[name] = round(1000 * (time.perf_counter() - started) / (steps - warmup), 4)
+    return found
+
+
 def generate(model: Any, keep: Any, tokens: int = 131072, block: int = 8192) -> dict[str, Any]:
     """One text from its first token to `tokens`, through the engine: ms a token and peak memory by block.
 
@@ -270,6 +296,10 @@ def main() -> None:
         section(
             "streaming_llm b1", lambda: measure(model, model.kvpop, BUDGET, 1, LENGTHS, variant(**best[1]))
         )
+    if "engine" in wanted:
+        retrofit(model, BUDGET, scorer="mlp")
+        for slots, tokens in ((1, 1000), (8, 500), (64, 150)):
+            section(f"engine b{slots}", lambda s=slots, n=tokens: engine_times(model, s, n))
     if "generate" in wanted:
 
         def keep(found: dict[str, Any]) -> None:
