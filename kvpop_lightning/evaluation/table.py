@@ -188,7 +188,12 @@ def notes(table: Sequence[Entry]) -> list[str]:
         f"{e['policy']} at {e['budget']} keys: cannot run ({e['reason']})" for e in table if e.get("reason")
     ]
     unbounded = [p for p in policies_of(table) if p != "full" and not is_bounded(table, p)]
-    lines += [f"{p}: exempt from the budget, its memory grows with the text" for p in unbounded]
+    for policy in unbounded:
+        line = f"{policy}: exempt from the budget, its memory grows with the text"
+        listed = [e["budget"] for e in table if e["policy"] == policy]
+        if len(listed) == 1 < len(budgets_of(table)):
+            line += f"; one training gives one compression, listed at {listed[0]} keys"
+        lines.append(line)
     return lines
 
 
