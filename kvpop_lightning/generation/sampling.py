@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,61 +62,66 @@ def choose(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
     """Next token of each row: logits [B, V]; `uniform` in [0, 1), one a row (unused by greedy rows).
 
     A row is drawn by its own settings alone: by falling probability where top-k or top-p cut it off, which
-    takes a sort of the vocabulary, in the vocabulary's order otherwise.
+    takes a sort of the vocabulary, in the vocabulary's order otherwise. On a GPU every operation is a launch
+    that the token waits for, so what no row asks for is left out where leaving it out changes no bit.
     """
-    if all(one.temperature == 0 for one in settings):
-        return logits.argmax(dim=-1).tolist()
-    cut = [row for row, one in enumerate(settings) if one.temperature and (one.top_k or one.top_p < 1)]
-    whole = [row for row in range(len(settings)) if row not in cut]
+    groups: dict[Callable[..., Tensor], list[int]] = {}
+    for row, one in enumerate(settings):
+        way = _likeliest if one.temperature == 0 else _draw_cut if one.top_k or one.top_p < 1 else _draw
+        groups.setdefault(way, []).append(row)
     found = [0] * len(settings)
-    for rows, draw in ((cut, _draw_sorted), (whole, _draw)):
-        if rows:
-            part = logits if len(rows) == len(settings) else logits[rows]
-            chosen = draw(part, _columns([(settings[row], uniform[row]) for row in rows], logits.device))
-            for row, token in zip(rows, chosen.tolist(), strict=True):
-                found[row] = token
+    for way, rows in groups.items():
+        part = logits if len(rows) == len(settings) else logits[rows]
+        chosen = way(part, [settings[row] for row in rows], [uniform[row] for row in rows])
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            found[row] = token
     return found
 
 
-def _columns(rows: Sequence[tuple[Sampling, float]], device: torch.device) -> tuple[Tensor, ...]:
-    """float64 [B, 1] each: temperature, top_k, top_p, min_p, uniform; in one transfer to the device."""
-    values = [[one.temperature, one.top_k, one.top_p, one.min_p, number] for one, number in rows]
+def _likeliest(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
+    return logits.argmax(dim=-1)
+
+
+def _draw(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
+    """int64 [B]: rows without top-k and top-p."""
+    temperature, number, _, _, min_p = _columns(settings, uniform, logits.device)
+    probability = (logits.double() / temperature).softmax(dim=-1)
+    if any(one.min_p for one in settings):
+        likeliest = probability.amax(dim=-1, keepdim=True)
+        probability = probability.masked_fill(probability < min_p * likeliest, 0.0)
+    return _place(probability, number)[:, 0]
+
+
+def _draw_cut(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
+    """int64 [B]: rows with top-k or top-p."""
+    temperature, number, top_k, top_p, min_p = _columns(settings, uniform, logits.device)
+    # The shares fall as the logits do, and half as many bytes sort in half the time.
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probability = (ordered.double() / temperature).softmax(dim=-1)
+    if any(one.top_k for one in settings):
+        rank = torch.arange(probability.shape[-1], device=logits.device)
+        probability = probability.masked_fill((rank >= top_k) & (top_k > 0), 0.0)
+    probability = probability / probability.sum(dim=-1, keepdim=True)
+    out = probability.cumsum(dim=-1) - probability >= top_p
+    out[:, 0] = False  # the likeliest always stays; sums of rounded shares may reach 1 too early
+    if any(one.min_p for one in settings):
+        out |= probability < min_p * probability[:, :1]
+    return order.gather(-1, _place(probability.masked_fill(out, 0.0), number))[:, 0]
+
+
+def _columns(
+    settings: Sequence[Sampling], uniform: Sequence[float], device: torch.device
+) -> tuple[Tensor, ...]:
+    """float64 [B, 1] each: temperature, uniform, top_k, top_p, min_p; in one transfer to the device."""
+    # Below this bound no product with a sum of shares is rounded up to that sum (`_place`).
+    values = [
+        [one.temperature, min(number, 1 - 2**-52), one.top_k, one.top_p, one.min_p]
+        for one, number in zip(settings, uniform, strict=True)
+    ]
     return torch.tensor(values, dtype=torch.float64, device=device)[:, :, None].unbind(1)
 
 
-def _shares(logits: Tensor, temperature: Tensor) -> Tensor:
-    return (logits.double() / torch.where(temperature == 0, 1.0, temperature)).softmax(dim=-1)
-
-
-def _draw(logits: Tensor, columns: tuple[Tensor, ...]) -> Tensor:
-    """int64 [B], rows without top-k and top-p."""
-    temperature, _, _, min_p, uniform = columns
-    probability = _shares(logits, temperature)
-    best = logits.argmax(dim=-1, keepdim=True)
-    probability = probability.masked_fill(probability < min_p * probability.gather(-1, best), 0.0)
-    return torch.where(temperature == 0, best, _place(probability, uniform))[:, 0]
-
-
-def _draw_sorted(logits: Tensor, columns: tuple[Tensor, ...]) -> Tensor:
-    """int64 [B], any rows that are not greedy."""
-    temperature, top_k, top_p, min_p, uniform = columns
-    # The shares fall as the logits do, and half as many bytes sort in half the time.
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    probability = _shares(ordered, temperature)
-    rank = torch.arange(probability.shape[-1], device=logits.device)
-    probability = probability.masked_fill((rank >= top_k) & (top_k > 0), 0.0)
-    probability = probability / probability.sum(dim=-1, keepdim=True)
-    before = probability.cumsum(dim=-1) - probability
-    # The likeliest token always stays; sums of rounded shares may reach 1 too early.
-    out = (before >= top_p) & (rank > 0)
-    out |= probability < min_p * probability[:, :1]
-    return order.gather(-1, _place(probability.masked_fill(out, 0.0), uniform))[:, 0]
-
-
-def _place(probability: Tensor, uniform: Tensor) -> Tensor:
-    """int64 [B, 1]: the first place whose cumulated share exceeds `uniform`, never one with probability 0."""
+def _place(probability: Tensor, number: Tensor) -> Tensor:
+    """int64 [B, 1]: the first place whose cumulated share exceeds that part of the sum; its own is not 0."""
     share = probability.cumsum(dim=-1)
-    place = (share <= uniform * share[:, -1:]).sum(dim=-1, keepdim=True)
-    rank = torch.arange(probability.shape[-1], device=probability.device)
-    last = torch.where(probability > 0, rank, -1).amax(dim=-1, keepdim=True)
-    return torch.minimum(place, last)
+    return torch.searchsorted(share, number * share[:, -1:], right=True)

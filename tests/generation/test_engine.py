@@ -171,6 +171,7 @@ def test_a_row_is_drawn_by_its_own_settings_alone() -> None:
     logits = 3 * torch.randn(len(settings), 37, generator=generator)
     logits[::7] = logits[::7].round()  # ties
     uniform = torch.rand(len(settings), generator=generator).tolist()
+    uniform[:6], uniform[6:12] = [0.0] * 6, [1 - 2**-53] * 6
     together = choose(logits, settings, uniform)
     assert together == [
         choose(row[None], [s], [u])[0] for row, s, u in zip(logits, settings, uniform, strict=True)
