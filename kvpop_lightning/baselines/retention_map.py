@@ -19,6 +19,7 @@ from kvpop_lightning.policy import (
     future_attention_target,
     position_in_document,
 )
+from kvpop_lightning.policy.budget import checked_budget
 from kvpop_lightning.policy.own_attention import OwnAttention
 
 
@@ -57,6 +58,11 @@ def retention_map(
     """
     check_shapes(query, key, value)
     batch, heads, length, dim = key.shape
+    _check_ids(document_ids)
+    if hidden is not None and hidden.shape[:2] != (batch, length):
+        raise ValueError(
+            f"retention_map: hidden must be [{batch}, {length}, Hid] like the keys, got {list(hidden.shape)}"
+        )
     spec = get(name)
     if spec.merges:
         raise ValueError(
@@ -66,7 +72,7 @@ def retention_map(
     if spec.scorer is None:
         never = torch.full((batch, heads, length), NEVER, dtype=torch.int64, device=key.device)
         return visible_keys(never, document_ids)
-    budget = split_total(budget) if isinstance(budget, int) else budget
+    budget = split_total(budget) if isinstance(budget, int) else checked_budget(budget)
     if policy is None:
         if spec.reads_rope:
             options.setdefault("groups", query.shape[1] // heads)
@@ -104,6 +110,18 @@ def retention_map(
         scale=scale,
     )
     return visible_keys(times, document_ids)
+
+
+def _check_ids(document_ids: Tensor | None) -> None:
+    if document_ids is None:
+        return
+    real = document_ids.masked_fill(document_ids < 0, -1)
+    highest = real.cummax(-1).values
+    if bool(((real >= 0) & (real < highest)).any()):
+        raise ValueError(
+            "retention_map: document_ids fall within a row: a document's tokens lie side by side, later "
+            "documents have higher ids, -1 is padding"
+        )
 
 
 def split_total(total: int) -> Budget:

@@ -81,6 +81,23 @@ def _budgets(config: Config) -> Iterator[str]:
         )
 
 
+def _longest(config: Config) -> Iterator[str]:
+    length = config.eval.reference_length
+    if large := [budget for budget in config.eval.budgets if budget >= length]:
+        yield (
+            f"eval.budgets={config.eval.budgets}: {', '.join(map(str, large))} hold all of "
+            f"eval.reference_length {length} tokens, nothing would be evicted: lower them or raise it"
+        )
+
+
+def _gate(config: Config) -> Iterator[str]:
+    if config.policy.name == "retention_gate" and config.policy.gate.source != "hidden":
+        yield (
+            f"policy.gate.source={config.policy.gate.source}: retention_gate reads the hidden state; only "
+            "dms and dmc borrow a channel"
+        )
+
+
 def _mlstm_memory(config: Config) -> Iterator[str]:
     """The state must leave at least one long-range key (METHOD.md, section 5); without a known head size:
     checked later."""
@@ -214,6 +231,8 @@ _CROSS_CHECKS: tuple[tuple[Callable[[Config], Iterator[str]], tuple[str, ...]], 
             "policy.budget.topk",
         ),
     ),
+    (_longest, ("eval.budgets", "eval.reference_length")),
+    (_gate, ("policy.name", "policy.gate.source")),
     (_delay, ("policy.scorer.delay", "policy.budget.window")),
     (_names, ("policy.name", "policy.scorer.type")),
     (_duplicates, ("eval.policies", "eval.budgets", "train_policies")),

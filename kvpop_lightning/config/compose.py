@@ -85,13 +85,25 @@ def compose(
     if experiment is not None:
         config = replace(config, experiment=experiment)
     keys = {key for key, _ in words}
-    if keys & {"policy", "policy.name"} and "train_policies" not in keys:
-        # Who names one policy on the command line wants that one trained, not the experiment's list.
-        config = replace(config, train_policies=[])
+    if keys & {"policy", "policy.name"}:
+        config = _of_one_policy(config, command, keys)
     problems = problems_of(config, command)
     if problems:
         raise ConfigError(problems)
     return _resolved(config)
+
+
+def _of_one_policy(config: Config, command: str | None, keys: set[str]) -> Config:
+    """Who names one policy on the command line wants that one trained and measured, not only the lists of
+    the experiment.
+    """
+    if "train_policies" not in keys:
+        config = replace(config, train_policies=[])
+    name = config.policy.name
+    if "eval.policies" not in keys and command in ("evaluate", "compare"):
+        beside = ["full"] if command == "evaluate" else config.eval.policies
+        config = replace(config, eval=replace(config.eval, policies=list(dict.fromkeys([*beside, name]))))
+    return config
 
 
 def to_yaml(config: Config) -> str:
@@ -158,8 +170,12 @@ def _gather(
         experiment = named[0].value if named else experiment  # a saved configuration keeps its name
     bodies = [item for item in bodies if item.key != "experiment"]
     last: list[_Assignment] = []
+    own = any(key == "policy.module" and value for key, value in (*sweep_point.items(), *words))
+    own |= any(item.key == "policy.module" and item.value for item in bodies)
     for key, value in (*sweep_point.items(), *words):
-        if key in top_groups():
+        if key == "policy" and own and str(value) not in files.names(key):
+            last.append(_Assignment("policy.name", value, ""))  # a policy of the user's own has no file
+        elif key in top_groups():
             choices[key] = (str(value), "")
         elif key != "experiment":
             last.append(_Assignment(key, value, ""))

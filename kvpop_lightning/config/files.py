@@ -52,8 +52,9 @@ def group_file(group: str, name: str) -> Path:
             f"{group}={name}: found no '{FOLDER}' folder in {Path.cwd()} or above it: run from the "
             "project folder, or set single keys instead"
         )
+    own = "; a policy of your own needs policy.module=FILE.py beside it" if group == "policy" else ""
     raise UserError(
-        f"{group}={name}: there is no {FOLDER}/{group}/{name}.yaml{did_you_mean(name, names(group))}"
+        f"{group}={name}: there is no {FOLDER}/{group}/{name}.yaml{did_you_mean(name, names(group))}{own}"
     )
 
 

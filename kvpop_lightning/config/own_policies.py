@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from hashlib import sha256
 from pathlib import Path
+from uuid import uuid4
 
 from kvpop_lightning.errors import UserError
 
@@ -31,3 +33,17 @@ def import_policies(path: str) -> None:
     except Exception as error:
         del sys.modules[name]
         raise UserError(f"policy.module={path}: {type(error).__name__}: {error}") from error
+
+
+def code_key(scorer: object) -> dict[str, str]:
+    """What tells one version of the user's own rule from another in stored results: a hash of its file.
+
+    Empty for what this package brings. A class without a file (made in a notebook) is new every time.
+    """
+    made = type(scorer)
+    if made.__module__.startswith("kvpop_lightning."):
+        return {}
+    file = getattr(sys.modules.get(made.__module__), "__file__", None)
+    if file is None:
+        return {"code": uuid4().hex}
+    return {"code": sha256(Path(file).read_bytes()).hexdigest()}

@@ -36,11 +36,11 @@ def train_all(policies: Sequence[str], train_one: Callable[[str], None]) -> dict
     Raises:
         UserError: none of them could: the first one's reason.
     """
-    failed: dict[str, UserError] = {}
+    failed: dict[str, UserError | ValueError] = {}
     for policy in policies:
         try:
             train_one(policy)
-        except UserError as error:
+        except (UserError, ValueError) as error:  # ValueError: settings that the policy refuses
             failed[policy] = error
     if failed and len(failed) == len(policies):
         raise next(iter(failed.values()))

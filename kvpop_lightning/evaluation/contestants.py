@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from kvpop_lightning.baselines import OracleScorer, build_policy, get
 from kvpop_lightning.cache import BoundedCache
+from kvpop_lightning.config.own_policies import code_key
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.evaluation.store import tensors_digest
@@ -169,6 +170,8 @@ def build_contestants(
     Raises:
         UserError: an unknown policy, one that is not in `run_dir/policy/<name>` yet, a budget too small.
     """
+    if not names:
+        raise UserError("eval.policies=[]: name at least one policy, as in policies=streaming_llm,tova")
     device = next(model.parameters()).device
     found = []
     for name in dict.fromkeys(names):
@@ -223,6 +226,7 @@ def build_contestants(
             policy = policy.to(device).eval()
             description = {k: v for k, v in policy.to_dict().items() if k != "name"}
             key = {"policy": description, "weights": tensors_digest(policy.state_dict()), "base": base}
+            key |= code_key(policy.layer_scorer(0))
             found.append(Contestant(name, total, policy, own_model, key))
     return found
 
@@ -232,8 +236,8 @@ def _check_that_it_evicts(policy: Any, budget: Budget, reference_length: int) ->
     prompt = getattr(policy.layer_scorer(0), "prompt_tokens", lambda _: 0)(budget)
     if prompt >= reference_length:
         raise ValueError(
-            f"holds a prompt of {prompt} tokens whole, which is the whole row of {reference_length}: nothing "
-            "would be evicted"
+            f"holds a prompt of {prompt} tokens whole, and eval.reference_length is {reference_length}: "
+            f"nothing would be evicted; raise eval.reference_length and data.row_length beyond {prompt}"
         )
 
 

@@ -92,6 +92,10 @@ def _log_ticks(axes: Axes, low: float, high: float) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
+NOTHING = 1e-6
+"""KL of what evicts nothing (a gate that never closed): rounding, which would stretch the axis."""
+
+
 def kl_against_budget(table: Sequence[Entry], path: str | Path, title: str | None = None) -> Path:
     """KL to the dense model against keys held per KV head, one line per policy, both axes logarithmic."""
     budgets = budgets_of(table)
@@ -102,7 +106,9 @@ def kl_against_budget(table: Sequence[Entry], path: str | Path, title: str | Non
     for policy in policies_of(table):
         found = [find(table, policy, b) for b in budgets]
         points = [
-            (e["budget"], e["kl"]) for e in found if e is not None and e["kl"] is not None and e["kl"] > 0
+            (e.get("keys_held", e["budget"]), e["kl"])
+            for e in found
+            if e is not None and e["kl"] is not None and e["kl"] > NOTHING
         ]
         if policy == "full" or not points:
             continue

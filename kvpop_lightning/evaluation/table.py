@@ -157,7 +157,9 @@ def best_learned(table: Sequence[Entry], budget: int) -> Entry | None:
 
 
 def summary_lines(table: Sequence[Entry]) -> list[str]:
-    """One line per budget: the best learned policy beside the best rule that does not see the future."""
+    """One line per budget: the best KVpop form beside the best other policy that keeps to the budget and does
+    not see the future.
+    """
     lines = []
     for budget in budgets_of(table):
         best = best_learned(table, budget)
@@ -174,12 +176,17 @@ def summary_lines(table: Sequence[Entry]) -> list[str]:
             continue
         rule = min(rules, key=lambda e: e["kl"])
         interval = rule["versus"][best["policy"]]["kl"]
-        line = f"budget {budget}: {best['policy']} {best['kl']:.4f}, next {rule['policy']} {rule['kl']:.4f}, "
-        line += f"difference {interval['difference']:+.4f}"
+        line = f"budget {budget}: {best['policy']} {best['kl']:.4f}, "
+        line += f"best other {rule['policy']} {rule['kl']:.4f}, "
+        line += f"that minus {best['policy']} {interval['difference']:+.4f}"
         if interval["low"] is not None:
             line += f" [{interval['low']:+.4f}, {interval['high']:+.4f}]"
         lines.append(line)
     return lines
+
+
+TOLERATED = 1.02
+"""Keys held over those of the column, beyond which a ragged policy is no fair neighbour."""
 
 
 def notes(table: Sequence[Entry]) -> list[str]:
@@ -190,9 +197,11 @@ def notes(table: Sequence[Entry]) -> list[str]:
     unbounded = [p for p in policies_of(table) if p != "full" and not is_bounded(table, p)]
     for policy in unbounded:
         line = f"{policy}: exempt from the budget, its memory grows with the text"
-        listed = [e["budget"] for e in table if e["policy"] == policy]
-        if len(listed) == 1 < len(budgets_of(table)):
-            line += f"; one training gives one compression, listed at {listed[0]} keys"
+        for e in table:
+            if e["policy"] == policy and "keys_held" in e:
+                line += f"; trained for {e['budget']} keys, holds {e['keys_held']:.1f} on average"
+                if e["keys_held"] > TOLERATED * e["budget"]:
+                    line += ": more than the others of its column, compare it at its own size"
         lines.append(line)
     return lines
 
@@ -272,7 +281,7 @@ def markdown(table: Sequence[Entry]) -> str:
     summary = summary_lines(table)
     if summary:
         parts.append(
-            "### Best learned policy and next best rule (KL, 95 % paired t interval over rows)\n\n"
+            "### Best KVpop form and best other policy (KL, 95 % paired t interval over rows)\n\n"
             + "\n".join(f"- {line}" for line in summary)
         )
     if said := notes(table):

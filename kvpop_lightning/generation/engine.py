@@ -6,7 +6,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import index
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -103,9 +104,14 @@ class Engine:
         ]
         flat = [token for item in found for token in (item if isinstance(item, list) else [item])]
         self.end_tokens = {int(token) for token in flat if token is not None}
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._waiting: deque[_Waiting] = deque()
         self._running: dict[int, _Running] = {}
         self._requests = 0
+        self._followed: dict[int, deque[Piece]] = {}
+        """What `stream` and `generate` have not taken yet, by request: each gets its own, whoever steps."""
+        self._unclaimed: list[Piece] = []
+        """Pieces of all other requests, for the next `step`."""
 
     def submit(
         self, prompt: str | Sequence[int], settings: Sampling | None = None, *,
@@ -129,10 +135,7 @@ class Engine:
             )
         if isinstance(prompt, str):
             prompt = self.tokenizer(prompt)["input_ids"] if prompt else []
-        tokens = [int(token) for token in prompt]
-        if not tokens:
-            raise UserError("the prompt is empty: give at least one token")
-        start = 0
+        tokens, start = self._checked(prompt), 0
         if after is not None:
             if after.finish is None or after.kept is None:
                 raise UserError("nothing is kept of that continuation: submit it with keep=True, and wait")
@@ -141,11 +144,22 @@ class Engine:
             behind = f" behind {start} others" if start else ""
             raise UserError(
                 f"the prompt has {len(tokens)} tokens{behind}, the model {self.positions} positions: shorten "
-                "it, or pass beyond_positions=True to read on past what the model was trained for"
+                "it, or set beyond_positions (generate.beyond_positions=true) to read on past those it knows"
             )
         number, self._requests = self._requests, self._requests + 1
         self._waiting.append(_Waiting(number, tokens, settings, after, keep))
         return number
+
+    def _checked(self, prompt: str | Sequence[int]) -> list[int]:
+        try:
+            tokens = [index(token) for token in cast(Sequence[int], prompt)]
+        except TypeError:
+            raise UserError(f"a prompt is text or a list of token ids, got {prompt!r:.60}") from None
+        if not tokens:
+            raise UserError("the prompt is empty: give at least one token")
+        if wrong := [token for token in tokens if not 0 <= token < self.vocabulary]:
+            raise UserError(f"token id {wrong[0]} in the prompt: the vocabulary has {self.vocabulary} tokens")
+        return tokens
 
     def cancel(self, request: int) -> None:
         """Ends a request: what waits is forgotten, what runs frees its slots and ends as `cancelled`."""
@@ -154,17 +168,33 @@ class Engine:
             if one.completion.request == request:
                 one.completion.finish = "cancelled"
                 self._leave(slot)
+                self._deliver(Piece(one.completion, ""))
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running)
+        """A request waits or runs, or `step` has pieces to give."""
+        return bool(self._waiting or self._running or self._unclaimed)
 
     def step(self) -> list[Piece]:
-        """Fills free slots, then one token for each running continuation; what they got, by slot."""
+        """Fills free slots, then one token for each running continuation. Returns what requests got, by slot,
+        that no `stream` or `generate` follows, with what they got while one of those went on.
+        """
+        self._advance()
+        pieces, self._unclaimed = self._unclaimed, []
+        return pieces
+
+    def _deliver(self, piece: Piece) -> None:
+        self._followed.get(piece.completion.request, self._unclaimed).append(piece)
+
+    def _knows(self, request: int) -> bool:
+        running = any(one.completion.request == request for one in self._running.values())
+        return running or any(one.request == request for one in self._waiting)
+
+    def _advance(self) -> None:
         self._fill()
         slots = sorted(self._running)
         if not slots:
-            return []
+            return
         import torch
 
         running = [self._running[slot] for slot in slots]
@@ -172,9 +202,9 @@ class Engine:
         chosen = choose(
             torch.stack([one.logits for one in running]), [one.settings for one in running], drawn
         )
-        pieces, going = [], {}
+        going = {}
         for slot, one, token in zip(slots, running, chosen, strict=True):
-            pieces.append(Piece(one.completion, self._accept(one, token)))
+            self._deliver(Piece(one.completion, self._accept(one, token)))
             if one.completion.finish is None:
                 going[slot] = token
             else:
@@ -182,7 +212,6 @@ class Engine:
         if going:
             for slot, logits in self.runner.step(going).items():
                 self._running[slot].logits = logits
-        return pieces
 
     def held(self, completion: Completion) -> Held:
         """What its slot holds now; once it has ended, until another text takes the slot."""
@@ -227,7 +256,11 @@ class Engine:
                 if first.read is None:
                     text, first.after.kept = first.after.kept, None
             if first.read is None:
-                first.read = self.runner.read(first.tokens, self.chunk, text, self.on_read)
+                try:
+                    first.read = self.runner.read(first.tokens, self.chunk, text, self.on_read)
+                except Exception:
+                    self._waiting.popleft()  # the others go on
+                    raise
             slot = free.pop(0)
             self.runner.put(slot, first.read[0])
             done = Completion(first.request, first.sample, start + len(first.tokens), slot=slot)
@@ -244,28 +277,48 @@ class Engine:
     ) -> Iterator[Piece]:  # fmt: skip
         """The pieces of one request as they come; leaving the loop early cancels it."""
         number = self.submit(prompt, settings, after=after, keep=keep)
-        left = (settings or Sampling()).samples
+        mail = self._followed[number] = deque()
         try:
-            while left:
-                for piece in self.step():
-                    if piece.completion.request == number:
-                        left -= piece.completion.finish is not None
-                        yield piece
+            while mail or self._knows(number):
+                while mail:
+                    yield mail.popleft()
+                self._advance()
         finally:
             self.cancel(number)
+            del self._followed[number]
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], settings: Sampling | Sequence[Sampling] | None = None,
         on_piece: Callable[[Piece], None] | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
-        """All continuations of all prompts, in the prompts' order whatever the order they end in."""
+        """All continuations of all prompts, in the prompts' order whatever the order they end in.
+
+        Raises:
+            UserError: one text in place of a list, settings that are not one a prompt, or as `submit`.
+                Nothing of the call stays in the engine then, nor when `on_piece` raises.
+        """
+        if isinstance(prompts, str):
+            raise UserError("prompts must be a list: generate([text]), or stream(text) for one")
         each = list(settings) if isinstance(settings, Sequence) else [settings or Sampling()] * len(prompts)
-        numbers = [self.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        found: dict[int, dict[int, Completion]] = {number: {} for number in numbers}
-        while self.busy:
-            for piece in self.step():
-                if piece.completion.request in found:
-                    found[piece.completion.request][piece.completion.sample] = piece.completion
-                if on_piece is not None:
-                    on_piece(piece)
-        return [[found[number][sample] for sample in sorted(found[number])] for number in numbers]
+        if len(each) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts and {len(each)} settings: give one for all, or one each")
+        mails: dict[int, deque[Piece]] = {}
+        found: dict[int, dict[int, Completion]] = {}
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                number = self.submit(prompt, one)
+                mails[number] = self._followed[number] = deque()
+                found[number] = {}
+            while any(mails.values()) or any(self._knows(number) for number in mails):
+                self._advance()
+                for number, mail in mails.items():
+                    while mail:
+                        piece = mail.popleft()
+                        found[number][piece.completion.sample] = piece.completion
+                        if on_piece is not None:
+                            on_piece(piece)
+        finally:
+            for number in mails:
+                self.cancel(number)
+                del self._followed[number]
+        return [[of[sample] for sample in sorted(of)] for of in found.values()]

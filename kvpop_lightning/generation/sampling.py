@@ -40,6 +40,11 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                what = "a whole number" if kinds is int else "a number"
+                raise ValueError(f"{name} must be {what}, got {value!r}")
         for name, fine, range_ in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "at least 0 (0 = greedy)"),
@@ -51,11 +56,17 @@ class Sampling:
             if not fine:
                 raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
         if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop must be a tuple of texts that are not empty, got {self.stop!r}")
+            raise ValueError(f"stop must be texts that are not empty, as in stop=('END',), got {self.stop!r}")
 
     def numbers(self, sample: int) -> random.Random:
         """The random numbers of one sample, one a token."""
         return random.Random(f"{self.seed}/{sample}")
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "samples"), int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
+}
 
 
 def choose(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:

@@ -20,7 +20,7 @@ from kvpop_lightning.models.context import RUNTIME, Mode, Runtime, decoder_of, r
 from kvpop_lightning.models.families import Shape, attention_modules, rule_facts, shape_of
 from kvpop_lightning.models.fingerprint import base_record
 from kvpop_lightning.models.hooks import install, remove
-from kvpop_lightning.policy.budget import Budget
+from kvpop_lightning.policy.budget import Budget, checked_budget
 from kvpop_lightning.policy.retention import Decay, RetentionPolicy
 
 
@@ -87,7 +87,7 @@ def retrofit(
     else:
         if budget is None:
             raise ValueError("retrofit needs a budget: pass budget=Budget(sink, window, topk)")
-        name = policy or _policy_of(scorer)
+        name, budget = policy or _policy_of(scorer), checked_budget(budget)
         if get(name).reads_rope:
             options = rule_facts(model, shape) | options
         with torch.device(device):

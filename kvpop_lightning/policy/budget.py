@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 NEVER: int = 2**63 - 1
 """Eviction time of a key that is never evicted (the largest int64; `i < NEVER` holds for every query `i`)."""
@@ -63,3 +64,14 @@ class Budget:
                 f"window {window} = {sink + window} take them all: lower budget.window or the compression"
             )
         return cls(sink, window, topk)
+
+
+def checked_budget(budget: object) -> Budget:
+    """`budget` itself.
+
+    Raises:
+        ValueError: something else than a `Budget`.
+    """
+    if budget is None or isinstance(budget, (int, float, str, tuple, list, dict)):
+        raise ValueError(f"budget must be Budget(sink, window, topk), got {budget!r}")
+    return cast(Budget, budget)  # or what has its three numbers

@@ -88,12 +88,19 @@ def equal_bytes_budget(budget: Budget, scorer: Scorer) -> Budget:
     return _without(budget, slots, scorer)
 
 
+def _smaller(scorer: Scorer) -> str:
+    """The keys that make this scorer's memory smaller, as part of a sentence."""
+    if scorer.kind == "mlstm":
+        return ", lower policy.scorer.memory_dim or policy.scorer.value_dim, take policy.scorer.inputs=kv"
+    return ", take policy.scorer.inputs=kv" if scorer.kind in ("linear", "mlp") else ""
+
+
 def _without(budget: Budget, slots: int, scorer: Scorer) -> Budget:
     """`budget` with so many long-range slots less."""
     if slots >= budget.topk:
         raise ValueError(
             f"policy.budget.topk {budget.topk} cannot pay for the {scorer.kind} scorer's memory of {slots} "
-            "keys per head: raise policy.budget.topk, lower policy.scorer.memory_dim or "
-            "policy.scorer.value_dim, take policy.scorer.inputs=kv, or set policy.equal_bytes=false"
+            f"keys per head: raise it (eval.budgets in a comparison){_smaller(scorer)}, or set "
+            "policy.equal_bytes=false"
         )
     return Budget(budget.sink, budget.window, budget.topk - slots)

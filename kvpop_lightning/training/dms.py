@@ -17,8 +17,11 @@ from kvpop_lightning.policy.merge import merged_rows
 from kvpop_lightning.training.forward import Batch
 from kvpop_lightning.training.gates import GateModule, SoftPass
 from kvpop_lightning.training.module import Metrics
+from kvpop_lightning.training.runtime import say
 
 STEPS_PER_UNIT = 34.0
+SHORT_OF = 0.02
+"""Share of keys short of the target that a training is warned of."""
 """The authors' ramp of the reduction factor."""
 
 
@@ -150,4 +153,10 @@ class DMSModule(GateModule):
             "final_closed_highest_head": float(share.max()),
             "final_reduction": 1.0 / max(1.0 - float(share.mean()), 1e-9),
         }
+        if facts["final_closed"] < target - SHORT_OF:
+            say(
+                f"warning: {policy.name} closed {facts['final_closed']:.1%} of the keys, its target is "
+                f"{target:.1%}: raise trainer.max_steps or distill.gate.weight, or lower "
+                "distill.gate.reduction"
+            )
         return facts, {"closed_by_head": share.tolist()}

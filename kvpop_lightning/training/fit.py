@@ -133,9 +133,8 @@ def train(
         metrics = job.run()
     seconds = time.monotonic() - started
     metrics["seconds"] = seconds
-    path = None
-    if not config.trainer.fast_dev_run:
-        path = folder
+    path = None if config.trainer.fast_dev_run else folder
+    if path is not None:
         if job.trainer.is_global_zero:
             record = {
                 "settings_key": key,
@@ -155,6 +154,7 @@ def train(
                 {f"final/{n}": v for n, v in {**summary, "seconds": seconds}.items()},
                 step=job.trainer.global_step,
             )
+    stop.raise_again(f"{config.policy.name} is trained and saved; the same command goes on behind it")
     return TrainResult(path, metrics, steps=job.trainer.global_step, seconds=seconds)
 
 

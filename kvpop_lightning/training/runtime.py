@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 import kvpop_lightning
 from kvpop_lightning.config.choices import RAGGED
 from kvpop_lightning.config.schema import Config
-from kvpop_lightning.errors import Terminated, UserError
+from kvpop_lightning.errors import UserError
 from kvpop_lightning.training.callbacks import (
     GracefulStop,
     GradientNorm,
@@ -209,9 +209,8 @@ def fit(
     except SystemExit as error:  # how Lightning ends after a Ctrl-C that came outside a step
         signal.signal(signal.SIGINT, signal.default_int_handler)
         raise KeyboardInterrupt from error
-    if stop.received is not None and trainer.global_step < trainer.max_steps:
-        message = f"stopped after step {trainer.global_step}; the same command goes on from there"
-        raise Terminated(message) if stop.received == signal.SIGTERM else KeyboardInterrupt(message)
+    if trainer.global_step < trainer.max_steps:  # else the training is saved first
+        stop.raise_again(f"stopped after step {trainer.global_step}; the same command goes on from there")
 
 
 def say(text: str) -> None:

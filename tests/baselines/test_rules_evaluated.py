@@ -67,7 +67,7 @@ def test_every_rule_is_in_the_table(tmp_path, equal_bytes: bool) -> None:
     for name in config.eval.policies[1:]:
         entry = table[name]
         if name == "snapkv":
-            assert "prompt of 256 tokens whole, which is the whole row of 48" in entry["reason"]
+            assert "prompt of 256 tokens whole, and eval.reference_length is 48" in entry["reason"]
             continue
         assert entry["kl"] > 1e-4
         assert entry["peak_bytes"] == entry["bytes_held"]

@@ -110,4 +110,6 @@ def test_markdown_has_every_metric_and_bold_winners(table):
 def test_summary_compares_with_the_best_rule_but_not_with_the_oracle(table):
     lines = summary_lines(table)
     assert len(lines) == 2
-    assert lines[0].startswith("budget 64: kvpop_mlp 0.2200, next random+decay 0.3300, difference +0.1100 [")
+    assert lines[0].startswith(
+        "budget 64: kvpop_mlp 0.2200, best other random+decay 0.3300, that minus kvpop_mlp +0.1100 ["
+    )

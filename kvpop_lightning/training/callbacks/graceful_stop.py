@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from kvpop_lightning.errors import Terminated
 from kvpop_lightning.training.callbacks.checkpoint import TrainingCheckpoint
 
 
@@ -54,6 +55,15 @@ class GracefulStop(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._restore()
+
+    def raise_again(self, message: str) -> None:
+        """The interruption that was put off, if there was one.
+
+        Raises:
+            KeyboardInterrupt: `message`; `Terminated` for SIGTERM.
+        """
+        if self.received is not None:
+            raise Terminated(message) if self.received == signal.SIGTERM else KeyboardInterrupt(message)
 
     def _restore(self) -> None:
         while self._previous:
