@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -115,6 +116,11 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and "=" not in word
 
 
+def _is_text(word: str) -> bool:
+    """No key and no option looks so: `What is x if x=5?`, `--help me`, `-` (standard input)."""
+    return word == "-" or bool(re.search(r"\s", word.partition("=")[0].strip()))
+
+
 def _settings(command: Command | None, words: Sequence[str]) -> list[str]:
     """The words with a command's own flags and its argument written as settings."""
     own: dict[str, str] = getattr(command, "FLAGS", {})
@@ -122,7 +128,10 @@ def _settings(command: Command | None, words: Sequence[str]) -> list[str]:
     found: list[str] = []
     rest = iter(words)
     for word in rest:
-        if word in own and own[word].endswith("="):  # a flag with a value; given twice, both hold
+        free = argument is not None and not any(w.startswith(f"{argument}=") for w in found)
+        if free and _is_text(word):
+            found.append(f"{argument}={word}")
+        elif word in own and own[word].endswith("="):  # a flag with a value; given twice, both hold
             value = next(rest, "")
             if not value or _is_flag(value):
                 raise UserError(f"{word} needs a value")
@@ -135,9 +144,7 @@ def _settings(command: Command | None, words: Sequence[str]) -> list[str]:
             found.append(own[word])
         elif _is_flag(word):
             raise UserError(f"unknown option {word}{did_you_mean(word, (*OPTIONS, *own))}")
-        elif (
-            argument is not None and "=" not in word and not any(w.startswith(f"{argument}=") for w in found)
-        ):
+        elif free and "=" not in word:
             found.append(f"{argument}={word}")
         else:
             found.append(word)

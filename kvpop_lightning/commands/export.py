@@ -41,10 +41,11 @@ def run(config: Config, call: Call) -> int:
 
     model, tokenizer = load_model(config.model)
     model = with_cache_policy(model, config)
-    folder = export(
-        model, tokenizer, config.export.path or run_dir / "export" / config.policy.name, table=table,
-        base_weights=config.export.base_weights,
-    )  # fmt: skip
+    path = Path(config.export.path or run_dir / "export" / config.policy.name)
+    before = [file.name for file in path.iterdir()] if path.is_dir() else []
+    folder = export(model, tokenizer, path, table=table, base_weights=config.export.base_weights)
+    if before:
+        print(f"{folder} was not empty: files of the same name are replaced, others stay")
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     print(f"{folder}: {config.policy.name}, {model.kvpop.budget.total} keys a head, {size / 2**20:.1f} MiB")
     print(f"figures in its README.md: {table or 'none, not measured'}")

@@ -60,6 +60,8 @@ def run(config: Config, call: Call) -> int:
     prompt = config.generate.prompt
     if prompt == "-":
         prompt = sys.stdin.read().strip()
+        if not prompt:
+            raise UserError("generate.prompt=-: standard input was empty")
     if not prompt or not prompt.strip():
         raise UserError('generate.prompt is missing: kvpop generate prompt="What is 12 * 7?"')
     refuse_oracle(config)

@@ -119,6 +119,11 @@ def test_a_training_that_cannot_be_is_a_cell_with_its_reason(tmp_path) -> None:
         if name != "kvpop_mlp":
             raise UserError(f"{name} is\nimpossible")
 
+    def refuses(name: str) -> None:
+        raise ValueError(f"{name} does not fit")
+
+    refused = train_all(["dms", "kvpop_mlp"], lambda name: refuses(name) if name == "dms" else None)
+    assert refused == {"dms": "not trained: dms does not fit"}
     refused = train_all(["dms", "kvpop_mlp", "dmc"], train_one)
     assert refused == {name: f"not trained: {name} is impossible" for name in ("dms", "dmc")}
     with pytest.raises(UserError, match="dms is"):

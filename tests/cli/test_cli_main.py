@@ -136,6 +136,14 @@ def test_a_command_gets_the_configuration_and_the_words(monkeypatch: pytest.Monk
     assert call == Call("train", ("seed=4", "policy=kvpop_mlstm"))
 
 
+@pytest.mark.parametrize("prompt", ["What is x if x=5?", "--help me", "-", "plain"])
+def test_a_prompt_may_look_like_something_else(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    stand_in(monkeypatch, lambda config, call: seen.append(config) or 0, "generate")
+    assert main(["generate", prompt, "temperature=0.25"]) == 0
+    assert (seen[0].generate.prompt, seen[0].generate.temperature) == (prompt, 0.25)
+
+
 def test_demo_takes_its_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Config] = []
     stand_in(monkeypatch, lambda config, call: seen.append(config) or 0, "demo")

@@ -49,6 +49,42 @@ def test_the_pages_example_from_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert "value_norm" in capsys.readouterr().out
 
 
+def forget_modules() -> None:
+    """As another process would start."""
+    for name in [name for name in sys.modules if name.startswith("kvpop_own_")]:
+        del sys.modules[name]
+    registry._SPECS.pop("value_norm", None)
+    build._FACTORIES.pop("value_norm", None)
+
+
+def test_a_changed_rule_is_measured_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert code is not None
+    found = []
+    changed = code.group(1).replace("return value", "return -value")
+    assert changed != code.group(1)
+    for text in (code.group(1), changed, code.group(1)):
+        Path("value_norm.py").write_text(text)
+        forget_modules()
+        assert main([*WORDS, "policy.module=value_norm.py", "policy=value_norm"]) == 0
+        table = {e["policy"]: e for e in json.loads(Path("runs/smoke/table.json").read_text())}
+        assert set(table) == {"full", "value_norm"}, "policy=NAME chooses what is measured"
+        found.append(table["value_norm"]["kl"])
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+def test_policy_chooses_ones_own_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert code is not None
+    Path("value_norm.py").write_text(code.group(1))
+    words = ["experiment=smoke", "policy=value_norm", "max_new_tokens=3", "prompt=hi"]
+    assert main(["generate", *words, "policy.module=value_norm.py"]) == 0
+    capsys.readouterr()
+    assert main(["generate", *words]) == 2
+    assert "policy.module=FILE.py" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [(None, "no such file"), ("import nonsense_xyz\n", "nonsense_xyz"), ("x = 1\n", "value_norm")],

@@ -107,6 +107,68 @@ def test_cancelled_requests_leave_no_trace(model) -> None:
     assert not engine.busy
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_each_stream_gets_its_own_pieces(model, slots: int) -> None:
+    settings = Sampling(max_new_tokens=4, ignore_eos=True)
+    engine = Engine(model, slots=slots)
+    alone = tokens(engine.generate(PROMPTS[:3], settings))
+    raw = engine.submit(PROMPTS[2], settings)
+    a, b = engine.stream(PROMPTS[0], settings), engine.stream(PROMPTS[1], settings)
+    seen = {0: [next(a)], 1: [next(b)]}
+    inside = tokens(engine.generate([PROMPTS[2]], settings))
+    seen[0] += list(a)
+    seen[1] += list(b)
+    assert inside == alone[2:]
+    for number in (0, 1):
+        assert len(seen[number]) == 4
+        assert seen[number][-1].completion.tokens == alone[number]
+    left = []
+    while engine.busy:
+        left += engine.step()
+    assert {piece.completion.request for piece in left} == {raw}
+    assert left[-1].completion.tokens == alone[2]
+    assert len(left) == 4
+
+
+def test_a_failing_call_leaves_nothing_behind(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, settings = Engine(model), Sampling(max_new_tokens=3, ignore_eos=True)
+    expected = tokens(engine.generate([PROMPTS[0]], settings))
+
+    def fails(piece: object) -> None:
+        raise RuntimeError("the caller's own")
+
+    for prompts, options, kind, said in (
+        ([PROMPTS[0], [5, 10**6]], {}, UserError, "token id 1000000"),
+        ([PROMPTS[0], [-1]], {}, UserError, "token id -1"),
+        ([PROMPTS[0], []], {}, UserError, "empty"),
+        ([PROMPTS[0], [1.5]], {}, UserError, "list of token ids"),
+        ("text", {}, UserError, "must be a list"),
+        (PROMPTS[:2], {"settings": [settings]}, UserError, "2 prompts and 1 settings"),
+        ([PROMPTS[0]], {"settings": settings, "on_piece": fails}, RuntimeError, "own"),
+    ):
+        with pytest.raises(kind, match=said):
+            engine.generate(prompts, **options)  # type: ignore[arg-type]
+        assert not engine.busy
+    # A prompt that cannot be read takes none of the others with it.
+    good = engine.submit(PROMPTS[0], settings)
+    bad = engine.submit([7, 7], settings)
+    read = engine.runner.read
+
+    def refuses(given: list[int], *rest: object) -> object:
+        if given == [7, 7]:
+            raise RuntimeError("out of memory")
+        return read(given, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.runner, "read", refuses)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    pieces = []
+    while engine.busy:
+        pieces += engine.step()
+    assert bad not in {piece.completion.request for piece in pieces}
+    assert [piece.completion.tokens for piece in pieces if piece.completion.request == good][-1:] == expected
+
+
 def test_positions(model) -> None:
     with pytest.raises(UserError, match="128 positions"):
         Engine(model).submit([5] * 128)
@@ -143,6 +205,9 @@ def test_refusals(model) -> None:
         {"temperature": -1.0},
         {"max_new_tokens": 0},
         {"stop": "x"},
+        {"max_new_tokens": 1.5},
+        {"samples": True},
+        {"temperature": "1"},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(**wrong)

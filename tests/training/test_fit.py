@@ -147,6 +147,23 @@ def test_an_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(
     assert result.metrics["final_boundary"] == whole.metrics["final_boundary"]
 
 
+def test_an_interruption_in_the_last_step_comes_after_saving(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = fit_module.ScorerModule.share
+
+    def signalled(module: Any, *args: Any) -> Any:
+        if module.trainer.global_step == config.trainer.max_steps - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(module, *args)
+
+    monkeypatch.setattr(fit_module.ScorerModule, "share", signalled)
+    with pytest.raises(KeyboardInterrupt, match="trained and saved"):
+        train(config, data=Data())
+    monkeypatch.undo()
+    assert train(config, data=Data()).reused
+
+
 def test_an_interrupted_training_refuses_another_data_set_and_a_finished_one_begins_anew(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
