@@ -24,6 +24,7 @@ KEYS = (
     "policy.decay",
     "policy.decay_step",
     "policy.equal_bytes",
+    "policy.options",
     "data.row_length",
     "data.eval_rows",
     "tracking.enabled",

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, cast, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -218,7 +218,12 @@ def _apply(tree: DictConfig, item: _Assignment, problems: list[str]) -> None:
         problems.append(f"{source}unknown key '{key}'{_hint(did_you_mean(key, known))}")
         return
     try:
-        value = str(item.value) if in_mapping else _parsed(item.value, setting)
+        if in_mapping and get_args(setting.type)[1] is Any:
+            value = yaml.safe_load(item.value) if isinstance(item.value, str) else item.value
+        elif in_mapping:
+            value = str(item.value)
+        else:
+            value = _parsed(item.value, setting)
         OmegaConf.update(tree, key, value, force_add=False)
     except (OmegaConfBaseException, yaml.YAMLError):
         problems.append(f"{source}{key}={item.value}: expected {setting.expected}, got {_shown(item.value)}")

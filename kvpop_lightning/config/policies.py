@@ -18,7 +18,8 @@ from kvpop_lightning.errors import UserError
 
 
 def with_policy(config: Config, name: str) -> Config:
-    """`config` with the policy `name`: its scorer type changes with it, budget, decay and scorer sizes stay.
+    """`config` with the policy `name`: its scorer type changes with it, budget, decay and scorer sizes stay,
+    its own options do not.
 
     Where there is nothing to train but the base, `trainer.base` becomes `full`.
 
@@ -32,7 +33,8 @@ def with_policy(config: Config, name: str) -> Config:
         scorer = replace(scorer, type=SCORER_OF_TRAINED_POLICY[name])
     if name in TRAINS_BASE_ONLY:
         config = replace(config, trainer=replace(config.trainer, base="full"))
-    return replace(config, policy=replace(config.policy, name=name, scorer=scorer))
+    options = config.policy.options if name == config.policy.name else {}
+    return replace(config, policy=replace(config.policy, name=name, scorer=scorer, options=options))
 
 
 def policies_to_train(config: Config) -> list[str]:
@@ -91,4 +93,5 @@ def retrofit_options(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "attention_backend": config.model.attention_backend,
         "target_backend": config.model.target_backend,
+        **policy.options,
     }

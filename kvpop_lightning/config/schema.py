@@ -8,6 +8,7 @@ collects all problems and reports them together.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvpop_lightning.config.schema_data import DataConfig
 from kvpop_lightning.config.schema_gates import GateConfig, GateTrainingConfig
@@ -86,6 +87,8 @@ class PolicyConfig:
     """The same spread over the KV heads of a layer, first to last; 0 = the same for all heads."""
     decay_step: int = 64
     """delta, in tokens."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The policy's own options, as docs/baselines.md lists them: `policy=snapkv policy.options.pool=3`."""
     equal_bytes: bool = True
     """Lower topk by what the scorer's state costs, so that every policy holds the same bytes."""
 

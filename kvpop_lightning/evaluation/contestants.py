@@ -134,6 +134,21 @@ def _rule_facts(model: Any) -> dict[str, Any]:
     return rule_facts(model, shape_of(model, attention_modules(model)))
 
 
+def _options(model: Any, config: Config, name: str, stretch: float) -> dict[str, Any]:
+    """What `build_policy` takes for a policy without training; its own options come last."""
+    return {
+        **_shape(model.kvpop),
+        "decay": config.policy.decay**stretch,
+        "decay_depth": config.policy.decay_depth,
+        "decay_heads": config.policy.decay_heads,
+        "decay_step": config.policy.decay_step,
+        "match_bytes": config.policy.equal_bytes,
+        "seed": config.seed,
+        **(_rule_facts(model) if get(name).reads_rope else {}),
+        **(config.policy.options if name == config.policy.name else {}),
+    }
+
+
 def decay_exponent(config: Config, total: int) -> float:
     """What the decay is raised to at a budget of `total` keys (1 at the budget that was trained).
 
@@ -204,18 +219,7 @@ def build_contestants(
                 if trained is not None:
                     policy = at_budget(trained, budget, stretch, equal_bytes=config.policy.equal_bytes)
                 else:
-                    policy = build_policy(
-                        name,
-                        budget,
-                        **_shape(model.kvpop),
-                        decay=config.policy.decay**stretch,
-                        decay_depth=config.policy.decay_depth,
-                        decay_heads=config.policy.decay_heads,
-                        decay_step=config.policy.decay_step,
-                        match_bytes=config.policy.equal_bytes,
-                        seed=config.seed,
-                        **(_rule_facts(model) if spec.reads_rope else {}),
-                    )
+                    policy = build_policy(name, budget, **_options(model, config, name, stretch))
                 _check_that_it_evicts(policy, budget, config.eval.reference_length)
             except UserError:
                 raise

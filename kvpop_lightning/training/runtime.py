@@ -61,7 +61,7 @@ _HINTS = (
 def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -> str:
     """Hex digest of everything that shapes a training: equal keys, equal policies."""
     trainer = asdict(config.trainer)
-    described = {
+    described: dict[str, Any] = {
         "policy": asdict(config.policy),
         "distill": asdict(config.distill),
         "trainer": {name: trainer[name] for name in _SHAPES_TRAINING},
@@ -70,6 +70,8 @@ def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -
         "base": base_fingerprint,
         "version": kvpop_lightning.__version__,
     }
+    if not config.policy.options:
+        described["policy"].pop("options")  # as before there were any
     if config.policy.name in RAGGED and config.distill.gate.reduction is None:
         described["reference_length"] = config.eval.reference_length  # F follows from it and the budget
     return sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

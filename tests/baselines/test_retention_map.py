@@ -239,3 +239,17 @@ def test_total_as_budget_and_refusals() -> None:
         retention_map("tova", query.repeat(1, 2, 1, 1)[:, :3], key, value, budget=9)
     with pytest.raises(ValueError, match="reads hidden states"):
         retention_map("kvpop_mlp", query, key, value, budget=9, inputs="hidden")
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    query, key = torch.randn(1, 2, 30, 4), torch.randn(1, 1, 30, 4)
+    falls = torch.tensor([[0] * 10 + [1] * 10 + [0] * 10])
+    with pytest.raises(ValueError, match="document_ids fall"):
+        retention_map("h2o", query, key, key, budget=11, document_ids=falls)
+    padded = torch.tensor([[-1] * 5 + [0] * 10 + [-1] * 5 + [1] * 10])
+    assert retention_map("h2o", query, key, key, budget=11, document_ids=padded).any()
+    with pytest.raises(ValueError, match=r"hidden must be \[1, 30, Hid\]"):
+        retention_map("dms", query, key, key, budget=11, hidden=torch.randn(1, 29, 16))
+    for budget in (10.5, "10", None):
+        with pytest.raises(ValueError, match="budget must be Budget"):
+            retention_map("h2o", query, key, key, budget=budget)  # type: ignore[arg-type]
