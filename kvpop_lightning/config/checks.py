@@ -98,6 +98,11 @@ def _gate(config: Config) -> Iterator[str]:
         )
 
 
+def _stop(config: Config) -> Iterator[str]:
+    if not all(config.generate.stop):
+        yield f"generate.stop={config.generate.stop}: an empty text would end at once; leave it out"
+
+
 def _mlstm_memory(config: Config) -> Iterator[str]:
     """The state must leave at least one long-range key (METHOD.md, section 5); without a known head size:
     checked later."""
@@ -232,6 +237,7 @@ _CROSS_CHECKS: tuple[tuple[Callable[[Config], Iterator[str]], tuple[str, ...]], 
         ),
     ),
     (_longest, ("eval.budgets", "eval.reference_length")),
+    (_stop, ("generate.stop",)),
     (_gate, ("policy.name", "policy.gate.source")),
     (_delay, ("policy.scorer.delay", "policy.budget.window")),
     (_names, ("policy.name", "policy.scorer.type")),

@@ -11,13 +11,15 @@ from kvpop_lightning.config.policies import with_policy
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.evaluation.evaluate import EvaluationResult, evaluate
-from kvpop_lightning.evaluation.table import notes, summary_lines, terminal_table
+from kvpop_lightning.evaluation.table import budgets_of, notes, summary_lines, terminal_table
 from kvpop_lightning.evaluation.trained import is_trained, policy_folder, trained_names
 
 
 def print_result(result: EvaluationResult, console: Console | None = None) -> None:
     """The table, what separates the best learned policy from the best rule, and where the files are."""
     console = console or Console()
+    if not console.is_terminal:  # a log has no width that would cut a cell
+        console.width = max(console.width, 24 * (2 + len(budgets_of(result.table))))
     console.print(terminal_table(result.table))
     for line in (
         *summary_lines(result.table),
