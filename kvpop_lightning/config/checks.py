@@ -81,15 +81,6 @@ def _budgets(config: Config) -> Iterator[str]:
         )
 
 
-def _longest(config: Config) -> Iterator[str]:
-    length = config.eval.reference_length
-    if large := [budget for budget in config.eval.budgets if budget >= length]:
-        yield (
-            f"eval.budgets={config.eval.budgets}: {', '.join(map(str, large))} hold all of "
-            f"eval.reference_length {length} tokens, nothing would be evicted: lower them or raise it"
-        )
-
-
 def _gate(config: Config) -> Iterator[str]:
     if config.policy.name == "retention_gate" and config.policy.gate.source != "hidden":
         yield (
@@ -236,7 +227,6 @@ _CROSS_CHECKS: tuple[tuple[Callable[[Config], Iterator[str]], tuple[str, ...]], 
             "policy.budget.topk",
         ),
     ),
-    (_longest, ("eval.budgets", "eval.reference_length")),
     (_stop, ("generate.stop",)),
     (_gate, ("policy.name", "policy.gate.source")),
     (_delay, ("policy.scorer.delay", "policy.budget.window")),

@@ -54,7 +54,6 @@ def test_a_saved_configuration_keeps_them(tmp_path: Path) -> None:
     [
         (["policy=retention_gate", "policy.gate.source=channel"], "only dms and dmc borrow a channel"),
         (['generate.stop=["END",""]'], "generate.stop"),
-        (["eval.budgets=[2048]", "eval.reference_length=1024"], "nothing would be evicted"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(

@@ -156,7 +156,8 @@ def test_an_empty_prompt_is_missing(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
-    assert "generate.prompt is missing" in line_of(["generate", *words, *TINY], capsys)
+    said = "standard input was empty" if words == ["prompt=-"] else "generate.prompt is missing"
+    assert said in line_of(["generate", *words, *TINY], capsys)
 
 
 def test_bytes_that_are_no_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
