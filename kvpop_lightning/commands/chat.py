@@ -29,6 +29,8 @@ HELP = "/reset forgets the conversation, /quit ends, Ctrl-C stops an answer"
 
 def run(config: Config, call: Call) -> int:
     generate.refuse_oracle(config)
+    if config.generate.prompt is not None:
+        raise UserError("generate.prompt: a chat asks for its messages; kvpop generate takes a prompt")
     if config.generate.samples != 1:
         raise UserError(f"generate.samples={config.generate.samples}: a chat has one answer, set 1")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpop_lightning.commands import Call
 from kvpop_lightning.config.choices import TRAINED_POLICIES
 from kvpop_lightning.config.policies import retrofit_options
-from kvpop_lightning.config.schema import Config
+from kvpop_lightning.config.schema import Config, PolicyConfig
 from kvpop_lightning.errors import UserError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _say_other_budget(model: Any, budget: Any, config: Config) -> None:
         with suppress(ValueError):  # too small a budget to pay for the saved scorer's state: another one
             budget = equal_bytes_budget(budget, model.kvpop.layer_scorer(0))
     own = model.kvpop.budget
-    if own != budget:
+    if own != budget and config.policy.budget != PolicyConfig().budget:  # else nobody asked for one
         print(
             f"warning: the saved {config.policy.name} keeps its own budget, sink={own.sink} "
             f"window={own.window} topk={own.topk}; policy.budget.* of this command is not used",

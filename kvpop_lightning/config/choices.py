@@ -118,4 +118,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         also = f" (known: {', '.join(known)})" if len(known) <= 6 else ""
         return f"; did you mean {' or '.join(near)}?{also}"
-    return f"; known: {', '.join(known)}" if 0 < len(known) <= 24 else ""
+    return f"; known: {', '.join(known)}" if 0 < len(known) <= 32 else ""

@@ -8,6 +8,7 @@ otherwise the base is found again by name, or given to `load`.
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def save(model: Any, path: str | Path, *, base_weights: bool | None = None, **kw
         if base_weights:
             _save_base(model, stage, **kwargs)
         save_file(weights, stage / WEIGHTS, metadata={"format": "pt"})
+        description["weights_sha256"] = sha256((stage / WEIGHTS).read_bytes()).hexdigest()
         (stage / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
         move_into(stage, path, last=DESCRIPTION)
 
@@ -99,7 +101,7 @@ def load(path: str | Path, base: Any = None, *, strict: bool = True) -> Any:
         base: the base model, or the name or folder of its checkpoint; None = the one stored in the folder or
             named by it. A model given here is retrofitted in place.
         strict: refuse a base whose weights are not those that the policy was made for (compared only when the
-            dtype is the same).
+            dtype is the same), and scorers whose file is not the one that was saved.
 
     Returns:
         The model in evaluation mode: on the CPU if the folder holds the base's weights, on
@@ -116,7 +118,7 @@ def load(path: str | Path, base: Any = None, *, strict: bool = True) -> Any:
         policy = RetentionPolicy.from_dict(description["policy"])
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path / DESCRIPTION} describes no policy of this version: {error}") from error
-    _load_weights(policy, path / WEIGHTS)
+    _load_weights(policy, path / WEIGHTS, description.get("weights_sha256") if strict else None)
     model = _find_base(path, about, base)
     if is_retrofitted(model):
         unretrofit(model)
@@ -204,7 +206,8 @@ def _check_config(path: Path, description: dict[str, Any]) -> None:
         )
 
 
-def _load_weights(policy: RetentionPolicy, file: Path) -> None:
+def _load_weights(policy: RetentionPolicy, file: Path, saved: str | None) -> None:
+    """`saved`: hash of the file as it was written, None = not compared."""
     try:
         stored = load_file(file)
     except FileNotFoundError as error:
@@ -228,6 +231,11 @@ def _load_weights(policy: RetentionPolicy, file: Path) -> None:
                 f"{list(tensor.shape)}: "
                 "save the model again"
             )
+    if saved is not None and sha256(file.read_bytes()).hexdigest() != saved:
+        raise UserError(
+            f"{file} is not the file that was saved (its hash differs from {DESCRIPTION}'s): copy the whole "
+            "folder again, or pass strict=False to load() for weights changed on purpose"
+        )
     policy.load_state_dict(stored)
 
 

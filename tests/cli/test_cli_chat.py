@@ -113,6 +113,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert err.count("keys held per head") == 2
     assert talked("hello", capsys, monkeypatch)[0] == 0  # the input's end
     assert talked("", capsys, monkeypatch, "samples=2")[0] == 2
+    assert talked("", capsys, monkeypatch, "prompt=hello")[0] == 2
 
 
 def test_ctrl_c_stops_the_answer_alone(

@@ -60,7 +60,7 @@ def test_command_writes_json_table_and_figures(
         (["bench", "decode", "budget=3"], "bench.budget"),
         (["bench", "decode", "batches=[2,0]"], "bench.batches=[2, 0]"),
         (["bench", "decode", "contestants=[]"], "name at least one"),
-        (["bench", "decode", "contestants=foo"], "--help lists them"),
+        (["bench", "decode", "contestants=foo"], "known: full, "),
     ],
 )
 def test_refusals(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

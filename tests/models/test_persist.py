@@ -194,6 +194,11 @@ def test_loading_refusals(named: Any, tmp_path: Path) -> None:
     refused("not those", "strict=False", base=tiny_model(seed=9))
     assert kvpop_lightning.load(out, base=tiny_model(seed=9), strict=False).kvpop.name == "kvpop_mlp"
     refused("does not fit", "2 layers of 4 KV heads", base=tiny_model(kv_heads=4, seed=9), strict=False)
+    whole = (out / "kvpop.safetensors").read_bytes()
+    (out / "kvpop.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # one bit of a weight
+    refused("its hash differs", "strict=False")
+    assert kvpop_lightning.load(out, strict=False).kvpop.name == "kvpop_mlp"
+    (out / "kvpop.safetensors").write_bytes(whole)
     weights = load_file(out / "kvpop.safetensors")
     save_file(dict(list(weights.items())[1:]), out / "kvpop.safetensors")
     refused("missing")
