@@ -58,6 +58,12 @@ _HINTS = (
 """Lightning's warnings about what is meant to be so here."""
 
 
+SHOWN = tuple(
+    f"train/{name}" for name in ("loss", "boundary_accuracy", "closed_hard", "closed_target", "soft_keys")
+)
+"""Metrics of the progress line, where a training has them."""
+
+
 def settings_key(config: Config, data_fingerprint: str, base_fingerprint: str) -> str:
     """Hex digest of everything that shapes a training: equal keys, equal policies."""
     trainer = asdict(config.trainer)
@@ -131,11 +137,7 @@ def build_callbacks(
     stop = GracefulStop(checkpoint)
     callbacks: list[pl.Callback] = [RandomState(), GradientNorm()]
     if config.trainer.progress:
-        callbacks.append(
-            TrainingProgress(
-                f"train {config.policy.name}", ("train/loss", "train/boundary_accuracy", "train/closed_hard")
-            )
-        )
+        callbacks.append(TrainingProgress(f"train {config.policy.name}", SHOWN))
     return [*callbacks, checkpoint, stop], checkpoint, stop
 
 
