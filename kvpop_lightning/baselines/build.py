@@ -35,17 +35,20 @@ def build_policy(
         raise ValueError(
             f"policy {name!r} is dense attention: it has no budget or scorer; use the model as it is"
         )
-    return RetentionPolicy.build(
-        name,
-        budget,
-        spec.scorer,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        hidden_size=hidden_size,
-        decay=decay if spec.uses_decay else 1.0,
-        decay_step=decay_step,
-        match_bytes=match_bytes,
-        seed=seed,
-        **scorer_options,
-    )
+    try:
+        return RetentionPolicy.build(
+            name,
+            budget,
+            spec.scorer,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            hidden_size=hidden_size,
+            decay=decay if spec.uses_decay else 1.0,
+            decay_step=decay_step,
+            match_bytes=match_bytes,
+            seed=seed,
+            **scorer_options,
+        )
+    except TypeError as error:
+        raise ValueError(f"{name}: an option has a value of the wrong kind ({error})") from error

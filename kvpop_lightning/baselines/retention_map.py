@@ -58,7 +58,7 @@ def retention_map(
     """
     check_shapes(query, key, value)
     batch, heads, length, dim = key.shape
-    _check_ids(document_ids)
+    _check_ids(document_ids, batch, length)
     if hidden is not None and hidden.shape[:2] != (batch, length):
         raise ValueError(
             f"retention_map: hidden must be [{batch}, {length}, Hid] like the keys, got {list(hidden.shape)}"
@@ -112,9 +112,14 @@ def retention_map(
     return visible_keys(times, document_ids)
 
 
-def _check_ids(document_ids: Tensor | None) -> None:
+def _check_ids(document_ids: Tensor | None, batch: int, length: int) -> None:
     if document_ids is None:
         return
+    whole = isinstance(document_ids, Tensor) and document_ids.dtype in (torch.int64, torch.int32)
+    if not whole or document_ids.shape != (batch, length):
+        raise ValueError(
+            f"retention_map: document_ids must be whole numbers [{batch}, {length}] like the keys"
+        )
     real = document_ids.masked_fill(document_ids < 0, -1)
     highest = real.cummax(-1).values
     if bool(((real >= 0) & (real < highest)).any()):

@@ -21,6 +21,18 @@ WITHOUT_EVALUATION = ("data", "prepare", "generate", "chat", "export", "bench", 
 """Commands that never evaluate: `eval.*` need not fit the budget there."""
 
 
+NOT_OPTIONS = {
+    **{n: f"set policy.{n}" for n in ("name", "budget", "decay", "decay_step", "decay_depth", "decay_heads")},
+    **{n: f"set policy.scorer.{n}" for n in ("inputs", "delay", "width", "memory_dim", "value_dim")},
+    **{n: f"set model.{n}" for n in ("attention_backend", "target_backend")},
+    **dict.fromkeys(("num_layers", "num_heads", "head_dim", "hidden_size", "model"), "the model says it"),
+    **dict.fromkeys(("seed", "generator"), "set seed"), **dict.fromkeys(("policy", "scorer"), "set policy"),
+    "match_bytes": "set policy.equal_bytes", "gate_width": "set policy.gate.width",
+    "gate_source": "set policy.gate.source",
+}  # fmt: skip
+"""Arguments of `retrofit` and `build_policy` that have keys of their own, and which."""
+
+
 def problems_of(config: Config, command: str | None = None) -> list[str]:
     """One line per problem, empty when all is well; `command` leaves out what does not concern it."""
     alone = [*_choices(config), *_bounds(config)]
@@ -92,6 +104,14 @@ def _gate(config: Config) -> Iterator[str]:
 def _stop(config: Config) -> Iterator[str]:
     if not all(config.generate.stop):
         yield f"generate.stop={config.generate.stop}: an empty text would end at once; leave it out"
+
+
+def _options(config: Config) -> Iterator[str]:
+    for name in config.policy.options:
+        if name in NOT_OPTIONS:
+            yield f"policy.options.{name}: no option of a policy; {NOT_OPTIONS[name]}"
+        elif not str(name).isidentifier():
+            yield f"policy.options.{name}: not a name, write policy.options.NAME=value"
 
 
 def _mlstm_memory(config: Config) -> Iterator[str]:
@@ -227,6 +247,7 @@ _CROSS_CHECKS: tuple[tuple[Callable[[Config], Iterator[str]], tuple[str, ...]], 
             "policy.budget.topk",
         ),
     ),
+    (_options, ("policy.options",)),
     (_stop, ("generate.stop",)),
     (_gate, ("policy.name", "policy.gate.source")),
     (_delay, ("policy.scorer.delay", "policy.budget.window")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, cast, get_args, get_origin
@@ -189,7 +190,21 @@ def _gather(
             chosen += _flatten(files.read_yaml(path), f"{group}.", f"{path}: ")
         except UserError as error:
             problems.append(f"{source}{error}")
-    return [*chosen, *bodies, *last], experiment
+    return _with_named_policy(chosen, bodies, last, choices.get("policy", ("", "file"))), experiment
+
+
+def _with_named_policy(
+    chosen: list[_Assignment], bodies: list[_Assignment], last: list[_Assignment], choice: tuple[str, str]
+) -> list[_Assignment]:
+    """All assignments in order. A saved configuration names its policy in its body, where the group's file on
+    the command line would not reach; another policy's own options do not come along.
+    """
+    again = [] if choice[1] else [i for i in chosen if i.key in ("policy.name", "policy.scorer.type")]
+    names = {item.key: item.value for item in [*again, *last]}
+    saved = next((item.value for item in bodies if item.key == "policy.name"), None)
+    if saved is not None and names.get("policy.name", saved) != saved:
+        bodies = [item for item in bodies if not item.key.startswith("policy.options")]
+    return [*chosen, *bodies, *again, *last]
 
 
 def _flatten(body: Mapping[str, Any], prefix: str, source: str) -> Iterator[_Assignment]:
@@ -219,7 +234,7 @@ def _apply(tree: DictConfig, item: _Assignment, problems: list[str]) -> None:
         return
     try:
         if in_mapping and get_args(setting.type)[1] is Any:
-            value = yaml.safe_load(item.value) if isinstance(item.value, str) else item.value
+            value = _of_any_kind(item.value)
         elif in_mapping:
             value = str(item.value)
         else:
@@ -227,6 +242,15 @@ def _apply(tree: DictConfig, item: _Assignment, problems: list[str]) -> None:
         OmegaConf.update(tree, key, value, force_add=False)
     except (OmegaConfBaseException, yaml.YAMLError):
         problems.append(f"{source}{key}={item.value}: expected {setting.expected}, got {_shown(item.value)}")
+
+
+def _of_any_kind(value: Any) -> Any:
+    """A word as YAML reads it, and `1e-3`, which YAML takes for text, as the number it is."""
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def _parsed(value: Any, setting: Setting) -> Any:

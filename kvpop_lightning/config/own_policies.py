@@ -6,8 +6,10 @@ import importlib.util
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+from kvpop_lightning.config.choices import POLICIES
 from kvpop_lightning.errors import UserError
 
 
@@ -18,7 +20,7 @@ def import_policies(path: str) -> None:
         UserError: no such file, or an error inside it.
     """
     file = Path(path)
-    name = f"kvpop_own_{file.stem}"
+    name = f"kvpop_own_{file.stem}_{sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return
     if not file.is_file():
@@ -35,15 +37,17 @@ def import_policies(path: str) -> None:
         raise UserError(f"policy.module={path}: {type(error).__name__}: {error}") from error
 
 
-def code_key(scorer: object) -> dict[str, str]:
-    """What tells one version of the user's own rule from another in stored results: a hash of its file.
+def code_key(policy: str, scorer: object, module: str | None) -> dict[str, Any]:
+    """What tells one version of a policy of the user's own from another in stored results: hashes of the file
+    of its scorer's class and of `policy.module`. What these files import is not covered.
 
-    Empty for what this package brings. A class without a file (made in a notebook) is new every time.
+    Empty for the policies of this package. A class without a file (made in a notebook) is new every time.
     """
-    made = type(scorer)
-    if made.__module__.startswith("kvpop_lightning."):
+    if policy in POLICIES:
         return {}
+    made = type(scorer)
     file = getattr(sys.modules.get(made.__module__), "__file__", None)
-    if file is None:
+    if file is None and module is None:
         return {"code": uuid4().hex}
-    return {"code": sha256(Path(file).read_bytes()).hexdigest()}
+    files = {Path(name).resolve() for name in (file, module) if name is not None}
+    return {"code": sorted(sha256(file.read_bytes()).hexdigest() for file in files)}

@@ -224,13 +224,17 @@ def build_contestants(
             except UserError:
                 raise
             except ValueError as error:  # the table says so in its cell
+                if name == config.policy.name and config.policy.options:
+                    raise UserError(f"policy.options of {name}: {error}") from error
                 reason = " ".join(str(error).split())
                 found.append(Contestant(name, total, key={"policy": name}, reason=reason))
                 continue
             policy = policy.to(device).eval()
             description = {k: v for k, v in policy.to_dict().items() if k != "name"}
             key = {"policy": description, "weights": tensors_digest(policy.state_dict()), "base": base}
-            key |= code_key(policy.layer_scorer(0))
+            key |= code_key(name, policy.layer_scorer(0), config.policy.module)
+            if name == config.policy.name and config.policy.options:
+                key["options"] = config.policy.options  # a scorer of one's own need not describe them
             found.append(Contestant(name, total, policy, own_model, key))
     return found
 

@@ -2,72 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
 from typing import Any, cast
 
-from torch import Tensor
-
 from kvpop_lightning.errors import UserError
+from kvpop_lightning.generation.requests import Completion, Piece, Running, Waiting
 from kvpop_lightning.generation.runners import Held, Runner, make_runner
 from kvpop_lightning.generation.sampling import Sampling, choose
 from kvpop_lightning.generation.text import TextStream
-
-
-@dataclass
-class Completion:
-    """One continuation of one prompt, growing until `finish` says why it ended."""
-
-    request: int
-    sample: int
-    prompt_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finish: str | None = None
-    """`end` (the model's end token), `stop` (a stop string), `length`, `positions`, `cancelled`."""
-    slot: int = -1
-    kept: Any = field(default=None, repr=False)
-    """What the text left behind, when it was asked for: `submit(after=...)` goes on from there."""
-
-    unread: list[int] = field(default_factory=list)
-    """Tokens of it that the model has not read: the last one, unless the end token came behind it."""
-
-    @property
-    def position(self) -> int:
-        """Tokens read: the prompt's and its own, those `unread` left out."""
-        return self.prompt_tokens + len(self.tokens) - len(self.unread)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a step added to a continuation: text may be empty, `completion.finish` set at the last one."""
-
-    completion: Completion
-    text: str
-
-
-@dataclass
-class _Waiting:
-    request: int
-    tokens: list[int]
-    settings: Sampling
-    after: Completion | None = None
-    keep: bool = False
-    sample: int = 0
-    read: tuple[Any, Tensor] | None = None
-
-
-@dataclass
-class _Running:
-    completion: Completion
-    settings: Sampling
-    numbers: random.Random
-    logits: Tensor
-    text: TextStream | None
-    keep: bool
 
 
 class Engine:
@@ -105,11 +49,13 @@ class Engine:
         flat = [token for item in found for token in (item if isinstance(item, list) else [item])]
         self.end_tokens = {int(token) for token in flat if token is not None}
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._waiting: deque[_Waiting] = deque()
-        self._running: dict[int, _Running] = {}
+        self._waiting: deque[Waiting] = deque()
+        self._running: dict[int, Running] = {}
         self._requests = 0
         self._followed: dict[int, deque[Piece]] = {}
         """What `stream` and `generate` have not taken yet, by request: each gets its own, whoever steps."""
+        self._failed: dict[int, Exception] = {}
+        """Why a prompt could not be read, until whoever asked for it is told."""
         self._unclaimed: list[Piece] = []
         """Pieces of all other requests, for the next `step`."""
 
@@ -147,7 +93,10 @@ class Engine:
                 "it, or set beyond_positions (generate.beyond_positions=true) to read on past those it knows"
             )
         number, self._requests = self._requests, self._requests + 1
-        self._waiting.append(_Waiting(number, tokens, settings, after, keep))
+        cache = None
+        if after is not None:  # taken here, so that no second prompt goes on from it
+            cache, after.kept = after.kept, None
+        self._waiting.append(Waiting(number, tokens, settings, start, cache, keep))
         return number
 
     def _checked(self, prompt: str | Sequence[int]) -> list[int]:
@@ -173,13 +122,17 @@ class Engine:
     @property
     def busy(self) -> bool:
         """A request waits or runs, or `step` has pieces to give."""
-        return bool(self._waiting or self._running or self._unclaimed)
+        return bool(self._waiting or self._running or self._unclaimed or self._failed)
 
     def step(self) -> list[Piece]:
         """Fills free slots, then one token for each running continuation. Returns what requests got, by slot,
         that no `stream` or `generate` follows, with what they got while one of those went on.
+
+        Raises:
+            Exception: why the prompt of such a request could not be read; the request is gone then.
         """
         self._advance()
+        self._raise([number for number in self._failed if number not in self._followed])
         pieces, self._unclaimed = self._unclaimed, []
         return pieces
 
@@ -210,7 +163,15 @@ class Engine:
             else:
                 self._leave(slot)
         if going:
-            for slot, logits in self.runner.step(going).items():
+            try:
+                found = self.runner.step(going)
+            except BaseException:  # what these texts' caches hold now is unknown
+                for slot in going:
+                    one = self._running.pop(slot)
+                    one.completion.finish = "cancelled"
+                    self._deliver(Piece(one.completion, ""))
+                raise
+            for slot, logits in found.items():
                 self._running[slot].logits = logits
 
     def held(self, completion: Completion) -> Held:
@@ -222,7 +183,7 @@ class Engine:
         if one.keep:
             one.completion.kept = self.runner.take(slot)
 
-    def _accept(self, one: _Running, token: int) -> str:
+    def _accept(self, one: Running, token: int) -> str:
         """Takes the token into the continuation and decides whether that ends; returns the new text."""
         done, settings = one.completion, one.settings
         text = ""
@@ -246,27 +207,39 @@ class Engine:
         done.text += text
         return text
 
+    def _read(self, one: Waiting) -> bool:
+        """Reads a prompt; False when there is nothing to run: it failed, or was cancelled while it was read.
+        Its error is for whoever asked for it, the others go on.
+        """
+        cache, one.cache = one.cache, None
+        try:
+            one.read = self.runner.read(one.tokens, self.chunk, cache, self.on_read)
+        except BaseException as error:
+            if one in self._waiting:
+                self._waiting.remove(one)
+            if not isinstance(error, Exception):
+                raise
+            self._failed[one.request] = error
+        return one in self._waiting
+
+    def _raise(self, requests: Iterable[int]) -> None:
+        for request in requests:
+            if request in self._failed:
+                raise self._failed.pop(request)
+
     def _fill(self) -> None:
         free = [slot for slot in range(self.runner.slots) if slot not in self._running]
         while free and self._waiting:
             first = self._waiting[0]
-            start, text = 0, None
-            if first.after is not None:
-                start = first.after.position
-                if first.read is None:
-                    text, first.after.kept = first.after.kept, None
-            if first.read is None:
-                try:
-                    first.read = self.runner.read(first.tokens, self.chunk, text, self.on_read)
-                except Exception:
-                    self._waiting.popleft()  # the others go on
-                    raise
+            if first.read is None and not self._read(first):
+                continue
+            assert first.read is not None
             slot = free.pop(0)
             self.runner.put(slot, first.read[0])
-            done = Completion(first.request, first.sample, start + len(first.tokens), slot=slot)
+            done = Completion(first.request, first.sample, first.start + len(first.tokens), slot=slot)
             stream = None if self.tokenizer is None else TextStream(self.tokenizer, first.settings.stop)
             numbers = first.settings.numbers(first.sample)
-            self._running[slot] = _Running(done, first.settings, numbers, first.read[1], stream, first.keep)
+            self._running[slot] = Running(done, first.settings, numbers, first.read[1], stream, first.keep)
             first.sample += 1
             if first.sample == first.settings.samples:
                 self._waiting.popleft()
@@ -283,6 +256,7 @@ class Engine:
                 while mail:
                     yield mail.popleft()
                 self._advance()
+                self._raise([number])
         finally:
             self.cancel(number)
             del self._followed[number]
@@ -311,6 +285,7 @@ class Engine:
                 found[number] = {}
             while any(mails.values()) or any(self._knows(number) for number in mails):
                 self._advance()
+                self._raise(mails)
                 for number, mail in mails.items():
                     while mail:
                         piece = mail.popleft()

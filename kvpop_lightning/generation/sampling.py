@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Sampling:
                 raise ValueError(f"{name} must be {what}, got {value!r}")
         for name, fine, range_ in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "at least 0 (0 = greedy)"),
+            ("temperature", 0 <= self.temperature < inf, "a finite number, at least 0 (0 = greedy)"),
             ("top_k", self.top_k >= 0, "at least 0 (0 = all)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
@@ -135,4 +136,5 @@ def _columns(
 def _place(probability: Tensor, number: Tensor) -> Tensor:
     """int64 [B, 1]: the first place whose cumulated share exceeds that part of the sum; its own is not 0."""
     share = probability.cumsum(dim=-1)
-    return torch.searchsorted(share, number * share[:, -1:], right=True)
+    place = torch.searchsorted(share, number * share[:, -1:], right=True)
+    return place.clamp(max=share.shape[-1] - 1)  # logits that are not numbers: any token, no fault on a GPU

@@ -72,6 +72,6 @@ def checked_budget(budget: object) -> Budget:
     Raises:
         ValueError: something else than a `Budget`.
     """
-    if budget is None or isinstance(budget, (int, float, str, tuple, list, dict)):
+    if not all(isinstance(getattr(budget, part, None), int) for part in ("sink", "window", "topk")):
         raise ValueError(f"budget must be Budget(sink, window, topk), got {budget!r}")
     return cast(Budget, budget)  # or what has its three numbers

@@ -74,6 +74,46 @@ def test_a_changed_rule_is_measured_anew(capsys: pytest.CaptureFixture[str]) -> 
     assert found[0] == found[2]
 
 
+FACTORY = """
+from kvpop_lightning.baselines import PolicySpec, register
+from kvpop_lightning.policy.scorers import build_scorer, register_scorer
+
+SIGN = 1.0
+
+
+def make(num_heads, head_dim, hidden_size, sign=1.0):
+    scorer = build_scorer("key_norm", num_heads=num_heads, head_dim=head_dim, hidden_size=hidden_size)
+    given = scorer.score_rows
+    scorer.score_rows = lambda *inputs: SIGN * sign * given(*inputs)
+    return scorer
+
+
+register_scorer("value_norm", make, ("sign",))
+register(PolicySpec("value_norm", "value_norm", "a class of the package, changed by a file"))
+"""
+
+
+def test_options_files_and_folders_tell_results_apart() -> None:
+    found = []
+    for folder, text, options in (
+        ("a", FACTORY, []), ("a", FACTORY, ["policy.options.sign=-1.0"]),
+        ("a", FACTORY.replace("SIGN = 1.0", "SIGN = -1.0"), []), ("b", FACTORY, []),
+    ):  # fmt: skip
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "mine.py").write_text(text)
+        if folder == "a":  # the last one is another file in the same process
+            forget_modules()
+        else:
+            registry._SPECS.pop("value_norm")
+        words = [f"policy.module={folder}/mine.py", "policy=value_norm", *options]
+        assert main([*WORDS, *words]) == 0
+        table = {e["policy"]: e for e in json.loads(Path("runs/smoke/table.json").read_text())}
+        found.append(table["value_norm"]["kl"])
+    assert found[0] == found[3]
+    assert found[1] == found[2]
+    assert found[0] != found[1]
+
+
 def test_policy_chooses_ones_own_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert code is not None

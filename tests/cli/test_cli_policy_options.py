@@ -21,15 +21,25 @@ def test_an_option_reaches_the_rule_and_a_wrong_one_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = []
-    for options in (["prompt_length=16"], ["prompt_length=16", "decode=h2o"], ["nonsense=1"]):
+    for options in (["prompt_length=16"], ["prompt_length=16", "decode=h2o"]):
         words = [f"policy.options.{option}" for option in options]
         assert main(["evaluate", *WORDS, "policy=snapkv", *words]) == 0
         table = json.loads(Path("runs/smoke/table.json").read_text())
         found.append(next(e for e in table if e["policy"] == "snapkv"))
     assert found[0]["kl"] != found[1]["kl"]
-    assert found[2]["kl"] is None
-    assert "no option 'nonsense'; it takes prompt_length" in found[2]["reason"]
-    capsys.readouterr()
+    for policy, option, said in (
+        ("snapkv", "nonsense=1", "no option 'nonsense'; it takes prompt_length"),
+        ("snapkv", "prompt_length=2.5", "policy.options of snapkv"),
+        ("attention_ema", "averaging={a: 1}", "value of the wrong kind"),
+        ("snapkv", "budget=7", "set policy.budget"),
+        ("tova", "policy=h2o", "set policy"),
+        ("random", "head_dim=7", "the model says it"),
+    ):
+        capsys.readouterr()
+        assert main(["evaluate", *WORDS, f"policy={policy}", f"policy.options.{option}"]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "Traceback" not in error
 
 
 def test_options_belong_to_the_policy_that_was_chosen() -> None:
@@ -47,6 +57,12 @@ def test_a_saved_configuration_keeps_them(tmp_path: Path) -> None:
     file = tmp_path / "saved.yaml"
     file.write_text(to_yaml(config))
     assert compose([f"experiment={file}"]).policy == config.policy
+    for word in ("policy=tova", "policy.name=tova"):
+        other = compose([f"experiment={file}", word], command="evaluate")
+        assert (other.policy.name, other.policy.options) == ("tova", {}), word
+        assert "tova" in other.eval.policies
+    same = compose([f"experiment={file}", "policy=snapkv", "policy.options.pool=1e0"])
+    assert same.policy.options == {"observed": 8, "pool": 1.0}
 
 
 @pytest.mark.parametrize(

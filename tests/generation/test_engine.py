@@ -160,13 +160,70 @@ def test_a_failing_call_leaves_nothing_behind(model, monkeypatch: pytest.MonkeyP
         return read(given, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.runner, "read", refuses)
-    with pytest.raises(RuntimeError):
+    stream = engine.stream(PROMPTS[0], settings)
+    assert [piece.completion.tokens for piece in stream][-1:] == expected, "not its prompt that failed"
+    with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
     pieces = []
     while engine.busy:
         pieces += engine.step()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(engine.stream([7, 7], settings))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate([PROMPTS[0], [7, 7]], settings)
+    assert not engine.busy
     assert bad not in {piece.completion.request for piece in pieces}
     assert [piece.completion.tokens for piece in pieces if piece.completion.request == good][-1:] == expected
+
+
+def test_what_was_kept_is_gone_on_with_once(model) -> None:
+    engine, settings = Engine(model, slots=1), Sampling(max_new_tokens=3, ignore_eos=True)
+    done = list(engine.stream(PROMPTS[1], settings, keep=True))[-1].completion
+    first = engine.submit([7, 8], settings, after=done)
+    with pytest.raises(UserError, match="nothing is kept"):
+        engine.submit([7, 8], settings, after=done)
+    engine.cancel(first)
+
+
+def test_cancelled_while_it_is_read(model) -> None:
+    settings = Sampling(max_new_tokens=3, ignore_eos=True)
+    expected = tokens(Engine(model).generate(PROMPTS[2:], settings))
+    engine = Engine(model, slots=1, chunk=8)
+    engine.on_read = lambda seen, cache: engine.cancel(number) if seen == 16 else None
+    number = engine.submit(PROMPTS[1], settings)
+    others = [engine.submit(prompt, settings) for prompt in PROMPTS[2:]]
+    last = {}
+    while engine.busy:
+        for piece in engine.step():
+            last[piece.completion.request] = piece.completion.tokens
+            number = others[0] + 9  # nothing more is cancelled
+    assert [last[other] for other in others] == expected
+    assert set(last) == set(others)
+
+
+def test_a_step_that_fails_ends_its_texts(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, settings = Engine(model), Sampling(max_new_tokens=4, ignore_eos=True)
+    expected = tokens(engine.generate([PROMPTS[0]], settings))
+    step = engine.runner.step
+
+    def fails(given: dict[int, int]) -> object:
+        raise RuntimeError("out of memory")
+
+    engine.submit(PROMPTS[0], settings)
+    monkeypatch.setattr(engine.runner, "step", fails)
+    with pytest.raises(RuntimeError):
+        engine.step()
+    monkeypatch.setattr(engine.runner, "step", step)
+    assert [piece.completion.finish for piece in engine.step()] == ["cancelled"] * 2, "its token, and its end"
+    assert not engine.busy
+    assert tokens(engine.generate([PROMPTS[0]], settings)) == expected
+
+
+def test_logits_that_are_no_numbers_give_a_token() -> None:
+    for logits in (torch.full((1, 9), torch.nan), torch.full((1, 9), -torch.inf)):
+        for more in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}):
+            [token] = choose(logits, [Sampling(temperature=1.0, **more)], [0.5])  # type: ignore[arg-type]
+            assert 0 <= token < 9
 
 
 def test_positions(model) -> None:
