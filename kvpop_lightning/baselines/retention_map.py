@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpop_lightning.attention import visible_keys
 from kvpop_lightning.attention.dispatch import check_shapes
+from kvpop_lightning.attention.segments import find_segments
 from kvpop_lightning.baselines.build import build_policy
 from kvpop_lightning.baselines.oracle import OracleScorer
 from kvpop_lightning.baselines.registry import get
@@ -120,13 +121,7 @@ def _check_ids(document_ids: Tensor | None, batch: int, length: int) -> None:
         raise ValueError(
             f"retention_map: document_ids must be whole numbers [{batch}, {length}] like the keys"
         )
-    real = document_ids.masked_fill(document_ids < 0, -1)
-    highest = real.cummax(-1).values
-    if bool(((real >= 0) & (real < highest)).any()):
-        raise ValueError(
-            "retention_map: document_ids fall within a row: a document's tokens lie side by side, later "
-            "documents have higher ids, -1 is padding"
-        )
+    find_segments(document_ids, batch=batch, length=length)  # refuses ids that fall within a row
 
 
 def split_total(total: int) -> Budget:

@@ -33,8 +33,13 @@ def with_policy(config: Config, name: str) -> Config:
         scorer = replace(scorer, type=SCORER_OF_TRAINED_POLICY[name])
     if name in TRAINS_BASE_ONLY:
         config = replace(config, trainer=replace(config.trainer, base="full"))
-    options = config.policy.options if name == config.policy.name else {}
-    return replace(config, policy=replace(config.policy, name=name, scorer=scorer, options=options))
+    policy = replace(config.policy, name=name, scorer=scorer, options=own_options(config, name))
+    return replace(config, policy=policy)
+
+
+def own_options(config: Config, name: str) -> dict[str, Any]:
+    """`policy.options`, which belong to the policy that `policy.name` names: empty for any other."""
+    return config.policy.options if name == config.policy.name else {}
 
 
 def policies_to_train(config: Config) -> list[str]:

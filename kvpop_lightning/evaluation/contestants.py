@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from kvpop_lightning.baselines import OracleScorer, build_policy, get
 from kvpop_lightning.cache import BoundedCache
 from kvpop_lightning.config.own_policies import code_key
+from kvpop_lightning.config.policies import own_options
 from kvpop_lightning.config.schema import Config
 from kvpop_lightning.errors import UserError
 from kvpop_lightning.evaluation.store import tensors_digest
@@ -145,7 +146,7 @@ def _options(model: Any, config: Config, name: str, stretch: float) -> dict[str,
         "match_bytes": config.policy.equal_bytes,
         "seed": config.seed,
         **(_rule_facts(model) if get(name).reads_rope else {}),
-        **(config.policy.options if name == config.policy.name else {}),
+        **own_options(config, name),
     }
 
 
@@ -224,7 +225,7 @@ def build_contestants(
             except UserError:
                 raise
             except ValueError as error:  # the table says so in its cell
-                if name == config.policy.name and config.policy.options:
+                if own_options(config, name):
                     raise UserError(f"policy.options of {name}: {error}") from error
                 reason = " ".join(str(error).split())
                 found.append(Contestant(name, total, key={"policy": name}, reason=reason))
@@ -233,8 +234,8 @@ def build_contestants(
             description = {k: v for k, v in policy.to_dict().items() if k != "name"}
             key = {"policy": description, "weights": tensors_digest(policy.state_dict()), "base": base}
             key |= code_key(name, policy.layer_scorer(0), config.policy.module)
-            if name == config.policy.name and config.policy.options:
-                key["options"] = config.policy.options  # a scorer of one's own need not describe them
+            if options := own_options(config, name):
+                key["options"] = options  # a scorer of one's own need not describe them
             found.append(Contestant(name, total, policy, own_model, key))
     return found
 

@@ -113,6 +113,7 @@ class Engine:
     def cancel(self, request: int) -> None:
         """Ends a request: what waits is forgotten, what runs frees its slots and ends as `cancelled`."""
         self._waiting = deque(one for one in self._waiting if one.request != request)
+        self._failed.pop(request, None)
         for slot, one in list(self._running.items()):
             if one.completion.request == request:
                 one.completion.finish = "cancelled"
@@ -140,6 +141,9 @@ class Engine:
         self._followed.get(piece.completion.request, self._unclaimed).append(piece)
 
     def _knows(self, request: int) -> bool:
+        """There is more to come of it, if only its error."""
+        if request in self._failed:
+            return True
         running = any(one.completion.request == request for one in self._running.values())
         return running or any(one.request == request for one in self._waiting)
 
@@ -255,8 +259,8 @@ class Engine:
             while mail or self._knows(number):
                 while mail:
                     yield mail.popleft()
-                self._advance()
                 self._raise([number])
+                self._advance()
         finally:
             self.cancel(number)
             del self._followed[number]
@@ -284,8 +288,8 @@ class Engine:
                 mails[number] = self._followed[number] = deque()
                 found[number] = {}
             while any(mails.values()) or any(self._knows(number) for number in mails):
-                self._advance()
                 self._raise(mails)
+                self._advance()
                 for number, mail in mails.items():
                     while mail:
                         piece = mail.popleft()

@@ -20,9 +20,9 @@ from kvpop_lightning.training.module import Metrics
 from kvpop_lightning.training.runtime import say
 
 STEPS_PER_UNIT = 34.0
+"""The authors' ramp of the reduction factor."""
 SHORT_OF = 0.02
 """Share of keys short of the target that a training is warned of."""
-"""The authors' ramp of the reduction factor."""
 
 
 def reduction_of(config: Config) -> float:

@@ -244,7 +244,7 @@ def test_total_as_budget_and_refusals() -> None:
 def test_inputs_that_do_not_fit_are_refused() -> None:
     query, key = torch.randn(1, 2, 30, 4), torch.randn(1, 1, 30, 4)
     falls = torch.tensor([[0] * 10 + [1] * 10 + [0] * 10])
-    with pytest.raises(ValueError, match="document_ids fall"):
+    with pytest.raises(ValueError, match="document_ids must not fall within a row"):
         retention_map("h2o", query, key, key, budget=11, document_ids=falls)
     padded = torch.tensor([[-1] * 5 + [0] * 10 + [-1] * 5 + [1] * 10])
     assert retention_map("h2o", query, key, key, budget=11, document_ids=padded).any()

@@ -282,9 +282,8 @@ def violations(name: str, found: dict[str, Any]) -> list[str]:
 
     A decoder and the parallel forward with that decoder's own evictions imposed: the same logits within 5e-4
     (where it rounds worse than that, of its float64 form) and the same likeliest token unless two are nearer
-    than 1e-3. Free: the first decision taken otherwise
-    lies between priorities nearer than 1e-3 nats, and the logits agree up to there. From then on later layers
-    see another text, so tokens are only counted.
+    than 1e-3. Free: the first decision taken otherwise lies between priorities nearer than 1e-3 nats, and the
+    logits agree up to there. From then on later layers see another text, so tokens are only counted.
     """
     wrong = []
 

@@ -172,6 +172,18 @@ def test_a_failing_call_leaves_nothing_behind(model, monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate([PROMPTS[0], [7, 7]], settings)
     assert not engine.busy
+    # It may fail while somebody else, here a call within the call, drives the engine.
+    narrow = Engine(model, slots=1)
+    monkeypatch.setattr(narrow.runner, "read", refuses)
+    inside = iter([True])
+
+    def drives(piece: object) -> None:
+        if next(inside, False):
+            narrow.generate([PROMPTS[0]], settings)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        narrow.generate([PROMPTS[0], [7, 7], [7, 7]], settings, drives)
+    assert not narrow.busy
     assert bad not in {piece.completion.request for piece in pieces}
     assert [piece.completion.tokens for piece in pieces if piece.completion.request == good][-1:] == expected
 
