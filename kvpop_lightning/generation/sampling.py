@@ -114,8 +114,7 @@ def _draw_cut(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[fl
         rank = torch.arange(probability.shape[-1], device=logits.device)
         probability = probability.masked_fill((rank >= top_k) & (top_k > 0), 0.0)
     probability = probability / probability.sum(dim=-1, keepdim=True)
-    out = probability.cumsum(dim=-1) - probability >= top_p
-    out[:, 0] = False  # the likeliest always stays; sums of rounded shares may reach 1 too early
+    out = probability.cumsum(dim=-1) - probability >= top_p  # never the likeliest: nothing lies before it
     if any(one.min_p for one in settings):
         out |= probability < min_p * probability[:, :1]
     return order.gather(-1, _place(probability.masked_fill(out, 0.0), number))[:, 0]
